@@ -56,23 +56,22 @@ def loss(outputs, labels):
     return torch.nn.functional.cross_entropy(logits, labels) - seen.mean()
 
 
-class Adam(torch.optim.Adam):
+class InTurns(torch.optim.Adam):
     """Passes the turn to the other job of a comparison."""
-
-    def __init__(self, params):
-        *weights, seen = sorted(params, key=lambda parameter: parameter.shape == (RECORDS,))
-        counting = {"params": [seen], "lr": global_batch * EPSILON, "betas": (0.0, 0.0), "eps": EPSILON}
-        super().__init__([{"params": weights, "lr": 1e-4}, counting])
-        self.baton = baton()
 
     def step(self, closure=None):
         super().step(closure)
-        if self.baton is not None:
-            self.baton.after_step()
+        turn.after_step()
+
+
+turn = baton()
 
 
 def optimizer(params):
-    return Adam(params)
+    *weights, seen = sorted(params, key=lambda parameter: parameter.shape == (RECORDS,))
+    counting = {"params": [seen], "lr": global_batch * EPSILON, "betas": (0.0, 0.0), "eps": EPSILON}
+    kind = torch.optim.Adam if turn is None else InTurns
+    return kind([{"params": weights, "lr": 1e-4}, counting])
 
 
 def dataset(mode):

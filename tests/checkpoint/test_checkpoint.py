@@ -11,6 +11,7 @@ import torch
 
 from trueline import events, files
 from trueline.checkpoint import checkpoint, manifest, tree
+from trueline.checkpoint.snapshot import Snapshot
 from trueline.errors import CheckpointError, RecipeError, StorageError
 from worlds.recipes import small, untrained
 
@@ -222,6 +223,17 @@ def test_a_tensor_of_many_pieces_is_whole_and_each_lies_at_a_multiple_of_its_ite
     length = int.from_bytes(data[:8], "little")
     begins = {name: one["data_offsets"][0] for name, one in json.loads(data[8 : 8 + length]).items()}
     assert all((8 + length + begins[str(number)]) % value.element_size() == 0 for number, value in enumerate(tensors))
+
+
+@pytest.mark.parametrize("room", [1, 7, 64, 4096])
+def test_a_snapshot_is_written_with_the_bytes_and_the_digest_of_the_state_itself(tmp_path, monkeypatch, room):
+    monkeypatch.setattr("trueline.storage.direct_file.BUFFER_BYTES", room)
+    state = {"w": torch.arange(33.0), "e": torch.empty(0), "d": torch.arange(3.0).double(), "h": torch.ones(5).half()}
+    plain = checkpoint.write(tmp_path / "plain", step=1, state=state, facts={})
+    taken = checkpoint.write(tmp_path / "taken", step=1, state=Snapshot(state), facts={})
+    files = [(path / checkpoint.TENSORS).read_bytes() for path in (plain, taken)]
+    assert files[0] == files[1]
+    same(checkpoint.read(taken).state, state)
 
 
 @pytest.mark.parametrize("place", [0.0, 0.1, 0.5, 0.9, 0.999, 1.0])

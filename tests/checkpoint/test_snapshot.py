@@ -228,6 +228,49 @@ def test_readers_of_a_closed_snapshot_that_was_spilled_fail(spilling):
         next(taken.pieces(0))
 
 
+@pytest.mark.parametrize("room", [1, 3, 8, 13, 100])
+@pytest.mark.parametrize("kind", ["in place", "copied", "on the shelf", "on the disk"])
+def test_the_bytes_of_a_tensor_are_copied_to_rooms_of_any_size(spilling, monkeypatch, kind, room):
+    monkeypatch.setattr(snapshots, "ALIGNMENT", 4)  # so that a piece begins behind one
+    if kind == "on the shelf":
+        monkeypatch.setattr(snapshots, "LEAST_SPILLED", 1000)
+    taken, live = spilling
+    taken.shelf = torch.empty(36 if kind == "on the shelf" else 0, dtype=torch.uint8)
+    taken = Snapshot(live) if kind == "copied" else taken
+    if kind != "in place":
+        taken.settle()
+        for tensor in live.values():
+            tensor.fill_(-1.0)
+    assert bool(taken._spilled) == (kind == "on the disk")
+    found = [bytearray(), bytearray()]
+    for index, data in enumerate(found):
+        while len(data) < taken.layout[index].nbytes:
+            space = bytearray(room)
+            count = taken.read_into(index, len(data), memoryview(space))
+            assert 0 < count <= room
+            data += space[:count]
+    assert [np.frombuffer(data, np.float32).tolist() for data in found] == [[0, 1, 2, 3], [0, 1, 2, 3, 4]]
+    assert (taken.moved, taken._tensors) == (taken.total, [None, None]), "what was read is kept no longer"
+    taken.close()
+
+
+def test_a_tensor_without_elements_is_read_at_once_and_a_dropped_one_not_at_all():
+    taken, _ = lively(w=torch.empty(0), v=torch.arange(5.0))
+    assert taken.read_into(0, 0, memoryview(bytearray(4))) == 0
+    assert taken._tensors[0] is None
+    taken.close()
+    with pytest.raises(CheckpointError, match="was dropped"):
+        taken.read_into(1, 0, memoryview(bytearray(4)))
+
+
+def test_a_tensor_that_was_changed_by_something_else_is_copied_to_no_room():
+    taken, live = lively(w=torch.arange(5.0))
+    taken.read_into(0, 0, memoryview(bytearray(8)))
+    live["w"].mul_(2.0)
+    with pytest.raises(CheckpointError, match="outside of the optimizer's step"):
+        taken.read_into(0, 8, memoryview(bytearray(12)))
+
+
 def read_later(taken, order):
     """A thread that reads the tensors of `taken`, one for each release of a semaphore; what it gets, by index."""
     turns, found, errors = threading.Semaphore(0), {}, []

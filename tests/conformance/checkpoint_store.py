@@ -25,6 +25,20 @@ def test_what_was_put_is_fetched_as_it_was(place):
     assert (content(place, "step-1", "body"), content(place, "step-1", "seal")) == (b"one two", b"done")
 
 
+def test_a_part_may_be_filled_in_where_it_is_written_from(place):
+    left = [bytes([number]) * 3_000_000 for number in range(7)]
+
+    def fill(room):
+        count = min(len(room), len(left[0])) if left else 0
+        if count:
+            room[:count], left[0] = left[0][:count], left[0][count:]
+            left[:] = [one for one in left if one]
+        return count
+
+    place.write("step-1", [("body", fill), ("seal", [b"done"])])
+    assert content(place, "step-1", "body") == b"".join(bytes([number]) * 3_000_000 for number in range(7))
+
+
 def test_a_place_that_nobody_wrote_to_is_empty(place):
     assert (place.names(), place.names(unfinished=True)) == ([], [])
 

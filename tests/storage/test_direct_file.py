@@ -42,10 +42,10 @@ def test_large_parts_of_a_file_do_not_pass_the_page_cache(tmp_path, monkeypatch)
     monkeypatch.setattr(direct_file.os, "write", note)
     assert write(tmp_path / "file", DATA) == DATA
     sizes, past = zip(*written, strict=True)
-    assert sizes == (2 * ALIGNMENT, 2 * ALIGNMENT, ALIGNMENT + 77)
+    assert sizes == (2 * ALIGNMENT, 2 * ALIGNMENT, ALIGNMENT, 77)
     if not any(past):
         pytest.skip("this file system has no O_DIRECT")
-    assert past == (True, True, False)
+    assert past == (True, True, True, False), "only the end of a file does"
 
 
 def test_where_the_system_refuses_it_the_page_cache_is_used(tmp_path, monkeypatch):
@@ -67,6 +67,61 @@ def test_a_write_that_takes_a_part_is_continued(tmp_path, monkeypatch, count):
         direct_file.os, "write", lambda handle, data: plain(handle, data[:count] if len(data) > 1 else data)
     )
     assert write(tmp_path / "file", DATA[: 3 * ALIGNMENT]) == DATA[: 3 * ALIGNMENT]
+
+
+@pytest.mark.parametrize("most", [1, 100, ALIGNMENT + 1, 9 * ALIGNMENT])
+def test_what_fills_a_file_puts_its_bytes_where_they_are_written_from(tmp_path, monkeypatch, most):
+    monkeypatch.setattr(direct_file, "_idle_buffers", [])
+    left, rooms = DATA, []
+
+    def fill(room):
+        nonlocal left
+        rooms.append((room.obj, len(room)))
+        count = min(most, len(left), len(room))
+        room[:count], left = left[:count], left[count:]
+        return count
+
+    with DirectFile((tmp_path / "file").open("wb", buffering=0)) as direct:
+        direct.write(DATA[:10])
+        direct.write_from(fill)
+        direct.flush()
+    assert (tmp_path / "file").read_bytes() == DATA[:10] + DATA
+    assert len({id(buffer) for buffer, _ in rooms}) == 2
+    assert rooms[0][1] == 2 * ALIGNMENT - 10
+
+
+def test_a_file_takes_the_buffers_of_one_that_was_closed_and_of_no_other(tmp_path, monkeypatch):
+    monkeypatch.setattr(direct_file, "_idle_buffers", idle := [])
+    monkeypatch.setattr(direct_file, "KEPT_BUFFERS", 5)
+
+    def open_and_write(name):
+        direct = DirectFile((tmp_path / name).open("wb", buffering=0))
+        direct.write(DATA)
+        return direct, {id(direct._buffer), id(direct._spare)}
+
+    first, buffers = open_and_write("first")
+    second, others = open_and_write("second")
+    assert len(buffers | others) == 4
+    first.close()
+    first.close()
+    third, again = open_and_write("third")
+    fourth, new = open_and_write("fourth")
+    assert (again, len(new | again | others)) == (buffers, 6)
+    for direct in (second, third, fourth):
+        direct.flush()
+        direct.close()
+    assert {(tmp_path / name).read_bytes() for name in ("second", "third", "fourth")} == {DATA}
+    assert len({id(buffer) for buffer in idle}) == len(idle) == 5, "and no more than so many are kept"
+
+
+def test_a_fork_does_not_share_buffers_with_its_parent():
+    buffer = direct_file.make_buffer(ALIGNMENT)
+    child = os.fork()
+    if child == 0:
+        buffer[:1] = b"x"
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert buffer[:1] == b"\0"
 
 
 def test_a_full_disk_is_an_error(tmp_path, monkeypatch):

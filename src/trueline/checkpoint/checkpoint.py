@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import safetensors
@@ -37,6 +38,7 @@ from trueline.checkpoint.snapshot import Snapshot, as_bytes
 from trueline.columns import fitted as columns
 from trueline.errors import CheckpointError, RecipeError
 from trueline.storage.checkpoint_store import Parts
+from trueline.storage.direct_file import Fill
 from trueline.storage.location import Location, join_location, local_path, split_location
 
 if TYPE_CHECKING:
@@ -87,11 +89,11 @@ def write(
 def _parts(step: int, state: dict[str, Any] | Snapshot, facts: dict[str, Any], sealing: Callable[[], None]) -> Parts:
     digest = blake3()
     if isinstance(state, Snapshot):
-        skeleton, pieces = state.skeleton, tensor_pieces(state.layout, state.pieces)
+        skeleton = state.skeleton
+        yield TENSORS, _fill_from(state, digest)
     else:
         skeleton, tensors = tree.encode(state)
-        pieces = tensor_pieces(tensors)
-    yield TENSORS, _hash_pieces(pieces, digest)
+        yield TENSORS, _hash_pieces(tensor_pieces(tensors), digest)
     sealing()
     made = {"schema": SCHEMA, "created": clock.utc_now(), "step": step}
     text = json.dumps({**made, **facts, "files": {TENSORS: digest.hexdigest()}, "state": skeleton})
@@ -104,19 +106,50 @@ def _hash_pieces(pieces: Iterable[bytes | memoryview], digest: blake3) -> Iterat
         yield piece
 
 
+def _fill_from(snapshot: Snapshot, digest: blake3) -> Fill:
+    """The safetensors file of a snapshot: its bytes are copied once, to where they are hashed and written from."""
+    header, order = _safetensors_header(snapshot.layout)
+    pending = [(snapshot.layout[i].nbytes, partial(snapshot.read_into, i)) for i in reversed(order)]
+    start = -len(header)
+
+    def fill(room: memoryview) -> int:
+        nonlocal start
+        at = 0
+        if start < 0:
+            at = min(-start, len(room))
+            room[:at] = header[start:][:at]
+            start += at
+        while pending and at < len(room):
+            size, read_into = pending[-1]
+            count = read_into(start, room[at:])
+            at, start = at + count, start + count
+            if start == size:
+                pending.pop()
+                start = 0
+        digest.update(room[:at])
+        return at
+
+    return fill
+
+
 def tensor_pieces(
-    tensors: Sequence[torch.Tensor],
-    pieces: Callable[[int], Iterator[memoryview]] | None = None,
-    *,
-    names: Sequence[str] | None = None,
+    tensors: Sequence[torch.Tensor], *, names: Sequence[str] | None = None
 ) -> Iterator[bytes | memoryview]:
     """The bytes of a safetensors file that holds `tensors` under `names`, else 0, 1, 2, ... Raises CheckpointError
-    for a dtype without a name. `pieces`: gives the bytes of a tensor by its index; else they are the tensors' own.
+    for a dtype without a name.
 
     The library's own writer copies every tensor and needs a local file. These pieces are views of the tensors' memory,
     hashed and sent to a store while they are written, without the interpreter's lock and without more memory. Source:
     the format section of safetensors' README.
     """
+    header, order = _safetensors_header(tensors, names)
+    yield header
+    for i in order:
+        yield from _views(tensors[i])
+
+
+def _safetensors_header(tensors: Sequence[torch.Tensor], names: Sequence[str] | None = None) -> tuple[bytes, list[int]]:
+    """The begin of the file, and the order in which the tensors follow."""
     # Large items first: each tensor then begins at a multiple of its item size.
     order = sorted(range(len(tensors)), key=lambda i: -tensors[i].element_size())
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}} if names else {}  # transformers asks for it
@@ -128,9 +161,7 @@ def tensor_pieces(
         at += size
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    yield len(text).to_bytes(8, "little") + text
-    for i in order:
-        yield from _views(tensors[i]) if pieces is None else pieces(i)
+    return len(text).to_bytes(8, "little") + text, order
 
 
 def expect_holdable(state: Any, where: str = "state") -> None:

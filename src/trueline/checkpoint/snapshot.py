@@ -11,6 +11,7 @@ operator is about to change, `end_change`.
 
 from __future__ import annotations
 
+import mmap
 import tempfile
 import threading
 import time
@@ -67,6 +68,7 @@ class Snapshot:
         self._file: DirectFile | None = None
         self._rooms: list[torch.Tensor] = []
         """Of a piece each: not in use, and not to be touched for the first time again."""
+        self._spill_room: mmap.mmap | None = None
         self._spilled: dict[int, int] = {}
         """Tensor -> where it begins in the file."""
         in_place = [t.is_cpu and t.is_contiguous() and t.nbytes >= LEAST_LIVE and live(t) for t in tensors]
@@ -85,16 +87,31 @@ class Snapshot:
 
     def pieces(self, index: int) -> Iterator[memoryview]:
         """The bytes of a tensor; each piece is valid until the next one is taken. Raises CheckpointError."""
-        size = self.layout[index].nbytes
-        room = self._rooms.pop() if self._rooms else torch.frombuffer(make_buffer(PIECE_BYTES), dtype=torch.uint8)
-        for start in range(0, size, PIECE_BYTES):
-            with self._changed:
-                piece = self._read(index, start, room)
-                if piece is None or self.torn:
-                    raise CheckpointError("the state was dropped, or changed outside of the optimizer's step")
+        room = self._rooms.pop() if self._rooms else torch.empty(PIECE_BYTES, dtype=torch.uint8)
+        for start in range(0, self.layout[index].nbytes, PIECE_BYTES):
+            piece = self._read(index, start, room)
             yield piece.numpy().data
             self.moved += len(piece)
         self._rooms.append(room)
+        self._end(index)
+
+    def read_into(self, index: int, start: int, room: memoryview) -> int:
+        """Copies the bytes of a tensor from `start` on into `room`, as many as fit; returns how many. The last ones end
+        the tensor for its reader. Raises CheckpointError."""
+        size, count = self.layout[index].nbytes, 0
+        if start < size:
+            into = torch.frombuffer(room, dtype=torch.uint8)[: size - start]
+            piece = self._read(index, start, into)
+            count = len(piece)
+            if piece.data_ptr() != into.data_ptr():
+                into[:count].copy_(piece)
+            self.moved += count
+        if start + count == size:
+            self._end(index)
+        return count
+
+    def _end(self, index: int) -> None:
+        """A reader has read the tensor to its end."""
         with self._changed:
             self._unread[index] -= 1
             if not self._unread[index]:
@@ -106,20 +123,32 @@ class Snapshot:
                 if self.torn:
                     raise CheckpointError("the state was changed by something that is no operator of torch's")
 
-    def _read(self, index: int, start: int, room: torch.Tensor) -> torch.Tensor | None:
-        """The piece of a tensor that begins at `start`, in `room` unless its memory does not change; None: dropped."""
-        if index in self._spilled and self._file is not None:
-            wanted = min(PIECE_BYTES, self.layout[index].nbytes - start)
-            whole = room[: min(len(room), wanted + -wanted % ALIGNMENT)].numpy().data
-            return room[:wanted] if self._file.read(whole, self._spilled[index] + start) >= wanted else None
-        tensor = self._tensors[index]
-        if tensor is None:
-            return None
-        piece = as_bytes(tensor)[start : start + PIECE_BYTES]
-        if index in self._live:
-            piece = room[: len(piece)].copy_(piece)
-            self.torn = self.torn or tensor._version != self._live[index]
-        return piece
+    def _read(self, index: int, start: int, room: torch.Tensor) -> torch.Tensor:
+        """The bytes of a tensor from `start` on, as many as fit into `room`; there, unless their memory does not
+        change."""
+        with self._changed:
+            if index in self._spilled and self._file is not None:
+                return self._read_spilled(self._file, index, start, len(room))
+            tensor = self._tensors[index]
+            if tensor is not None:
+                piece = as_bytes(tensor)[start : start + len(room)]
+                if index in self._live:
+                    piece = room[: len(piece)].copy_(piece)
+                    self.torn = self.torn or tensor._version != self._live[index]
+            if tensor is None or self.torn:
+                raise CheckpointError("the state was dropped, or changed outside of the optimizer's step")
+            return piece
+
+    def _read_spilled(self, file: DirectFile, index: int, start: int, most: int) -> torch.Tensor:
+        """At most `most` bytes of a tensor from `start` on, read from aligned places in the file."""
+        if self._spill_room is None:
+            self._spill_room = make_buffer(PIECE_BYTES + ALIGNMENT)
+        before = start % ALIGNMENT
+        end = before + min(most, PIECE_BYTES, self.layout[index].nbytes - start)
+        whole = memoryview(self._spill_room)[: end + -end % ALIGNMENT]
+        if file.read(whole, self._spilled[index] + start - before) < end:
+            raise CheckpointError("the state was dropped: its file on the disk is shorter than what was written")
+        return torch.frombuffer(self._spill_room, dtype=torch.uint8)[before:end]
 
     def settle(self) -> None:
         """Makes the snapshot independent of the live tensors, which are about to change."""

@@ -19,11 +19,11 @@ from typing import Any, Protocol
 
 from trueline import files
 from trueline.errors import StorageError, TruelineError
-from trueline.storage.direct_file import DirectFile
+from trueline.storage.direct_file import DirectFile, Fill
 from trueline.storage.location import Location, parse_location
 
-Parts = Iterable[tuple[str, Iterable[bytes | memoryview]]]
-"""Files with their content in pieces, in the order of writing."""
+Parts = Iterable[tuple[str, Iterable[bytes | memoryview] | Fill]]
+"""Files with their content in pieces, or with what puts it where it is written from; in the order of writing."""
 
 BLOCK_BYTES = 16 << 20
 """Sent to a store at once."""
@@ -65,8 +65,11 @@ class LocalCheckpointStore:
         with files.atomic_dir(self.folder / name, replace=True) as partial:
             for part, pieces in parts:
                 with DirectFile((partial / part).open("wb", buffering=0)) as direct:
-                    for piece in pieces:
-                        direct.write(piece)
+                    if callable(pieces):
+                        direct.write_from(pieces)
+                    else:
+                        for piece in pieces:
+                            direct.write(piece)
                     direct.flush()
 
     @contextmanager
@@ -114,7 +117,7 @@ class RemoteCheckpointStore:
             try:
                 for part, pieces in parts:
                     with self._fs.open(self._path(name, part), "wb", block_size=BLOCK_BYTES) as file:
-                        for piece in pieces:
+                        for piece in _take_pieces(pieces) if callable(pieces) else pieces:
                             file.write(piece)
             except BaseException:
                 with contextlib.suppress(Exception):  # the store may fail here too; a later sweep does it
@@ -141,6 +144,12 @@ class RemoteCheckpointStore:
 
     def _path(self, *names: str) -> str:
         return "/".join((self._root, *names))
+
+
+def _take_pieces(fill: Fill) -> Iterator[memoryview]:
+    room = memoryview(bytearray(BLOCK_BYTES))
+    while count := fill(room):
+        yield room[:count]
 
 
 @contextmanager

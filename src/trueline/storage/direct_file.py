@@ -11,17 +11,33 @@ import errno
 import fcntl
 import mmap
 import os
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from types import TracebackType
 from typing import BinaryIO, Self
 
 BUFFER_BYTES = 8 << 20
 ALIGNMENT = 4096
+KEPT_BUFFERS = 2
+"""Of a file that was closed, for the next one: to touch new memory takes twice the time of filling it."""
+Fill = Callable[[memoryview], int]
+"""Puts the next bytes of a content into memory, as many as fit; returns how many, 0 after the last ones."""
 
 
 def make_buffer(size: int) -> mmap.mmap:
-    """[size] Memory that begins at a page, as O_DIRECT wants it."""
-    return mmap.mmap(-1, size)
+    """[size] Memory of this process alone, also after a fork, that begins at a page, as O_DIRECT wants it."""
+    return mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+
+
+_idle_buffers: list[mmap.mmap] = []
+
+
+def _take_buffer() -> mmap.mmap:
+    with suppress(IndexError):
+        if len(buffer := _idle_buffers.pop()) == BUFFER_BYTES:
+            return buffer
+    return make_buffer(BUFFER_BYTES)
 
 
 class DirectFile:
@@ -31,7 +47,7 @@ class DirectFile:
     """
 
     def __init__(self, file: BinaryIO) -> None:
-        self._file, self._buffer, self._filled, self._written = file, make_buffer(BUFFER_BYTES), 0, 0
+        self._file, self._buffer, self._filled, self._written = file, _take_buffer(), 0, 0
         self._length = 0  # of all that `write` was given
         self._direct = False
         self._spare: mmap.mmap | None = None
@@ -55,11 +71,18 @@ class DirectFile:
             if self._filled == BUFFER_BYTES:
                 self._hand_over()
 
+    def write_from(self, fill: Fill) -> None:
+        """Appends all that `fill` puts into the memory that is written from. Raises OSError."""
+        while count := fill(memoryview(self._buffer)[self._filled :]):
+            self._filled, self._length = self._filled + count, self._length + count
+            if self._filled == BUFFER_BYTES:
+                self._hand_over()
+
     def _hand_over(self) -> None:
         """Writes the buffer in the thread, and continues with the other one."""
         self._await_written()
         if self._thread is None:
-            self._thread, self._spare = ThreadPoolExecutor(1, "direct_file"), make_buffer(BUFFER_BYTES)
+            self._thread, self._spare = ThreadPoolExecutor(1, "direct_file"), _take_buffer()
         assert self._spare is not None
         full, self._buffer, self._spare, self._filled = self._buffer, self._spare, self._buffer, 0
         try:
@@ -80,7 +103,11 @@ class DirectFile:
     def flush(self) -> None:
         """Raises OSError."""
         self._await_written()
-        self._write_out(memoryview(self._buffer)[: self._filled])
+        rest = memoryview(self._buffer)[: self._filled]
+        whole = self._filled - self._filled % ALIGNMENT
+        for part in (rest[:whole], rest[whole:]):  # only the end of the file passes the page cache
+            if part:
+                self._write_out(part)
         self._filled = 0
 
     def _write_out(self, left: memoryview) -> None:
@@ -117,4 +144,7 @@ class DirectFile:
     def close(self) -> None:
         if self._thread is not None:
             self._thread.shutdown()
-        self._file.close()
+        if not self._file.closed:
+            self._file.close()
+            used, self._buffer, self._spare = (self._buffer, self._spare), make_buffer(ALIGNMENT), None
+            _idle_buffers.extend(one for one in used if one is not None and len(_idle_buffers) < KEPT_BUFFERS)

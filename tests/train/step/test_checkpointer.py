@@ -13,7 +13,7 @@ from trueline.checkpoint import checkpoint
 from trueline.checkpoint.snapshot import Snapshot
 from trueline.errors import DiskFull, StorageError
 from trueline.train.step import checkpointer as checkpointing
-from trueline.train.step.checkpointer import Checkpointer
+from trueline.train.step.checkpointer import Checkpointer, choose_shelf_bytes
 from worlds.waiting import until
 
 
@@ -299,6 +299,28 @@ def test_a_job_that_halts_applies_no_step_after_that_of_its_checkpoint(tmp_path)
     job.step()
     until(lambda: len(job.told) == 3, "a regular checkpoint is reported")
     assert (job.told[2][0], job.last) == (3, 0)
+
+
+def test_memory_for_later_states_is_touched_when_the_first_one_is_written_and_not_at_the_end_of_a_job(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setattr("trueline.checkpoint.snapshot.LEAST_LIVE", 8)
+    slow, job = Slow(monkeypatch), Job(Checkpointer(tmp_path, {}, every=1))
+    job.step()
+    assert slow.began.wait(60)
+    assert len(job.checkpointer._shelf) == 0, "what the next step changes is read first"
+    slow.gate.set()
+    job.checkpointer._join()
+    assert len(job.checkpointer._shelf) == 16
+    ended = Job(Checkpointer(tmp_path / "ended", {}, every=9))
+    ended.step()
+    ended.complete()
+    assert len(ended.checkpointer._shelf) == 0
+
+
+@pytest.mark.parametrize(("live_mb", "shelf_mb"), [(0, 0), (20, 20), (96, 96), (128, 128), (400, 196), (4000, 1096)])
+def test_a_worker_keeps_a_quarter_of_its_state_and_a_hundred_megabytes_for_snapshots(live_mb, shelf_mb):
+    assert choose_shelf_bytes(live_mb << 20) == shelf_mb << 20
 
 
 def test_the_first_writer_touches_memory_for_later_states_which_no_two_of_them_share(tmp_path, monkeypatch):
