@@ -24,7 +24,7 @@ from trueline.ps.partition import move_buckets, owners_of
 REACH_S = 10.0
 """How long servers may at least take to apply what is under way; then the cut is given up, and tried again later."""
 STAGE_BYTES, STAGE_BUCKETS = 160 << 20, 160
-"""About how much of what servers hold moves in one cut, and the most buckets: training waits for as long as it takes."""
+"""About how much of what servers hold moves in one cut, and the most buckets; training waits meanwhile."""
 FRAME_BYTES = 16 << 20
 """The same of one frame: its memory is used again for the next, which of a whole stage would be new."""
 
