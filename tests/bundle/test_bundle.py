@@ -511,6 +511,8 @@ def test_every_piece_of_evidence_is_sealed_in_order(tmp_path: Path) -> None:
     [
         ("a condition on values of 'mask'", {"programs": [{"rows": {"mask": "some"}}]}),
         ("lists 'length' as padded", {"signature": {"padded": ["length"]}}),
+        ("a program compiled for", {"programs": [{"fixed": {"length": 1}}]}),
+        ("a program compiled for", {"programs": [{"fixed": {"batch": 0}}]}),
         ("a guard that cannot be read", {"signature": {"guards": [("d0 == d0", ["batch"]), ("d0 == d1", ["batch"])]}}),
         ("a guard that cannot be read", {"signature": {"guards": [("d0 == 1", ["other"])]}}),
     ],

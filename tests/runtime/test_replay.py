@@ -123,7 +123,7 @@ def test_a_program_is_opened_with_what_its_masks_have_to_show(monkeypatch: pytes
         digest = "ab"
 
         def program(self, format: str | None = None) -> Any:
-            return SimpleNamespace(format=format)
+            return SimpleNamespace(format=format, fixed={})
 
         def program_path(self, format: str | None = None) -> Path:
             return tmp_path

@@ -48,6 +48,14 @@ def dim_text(name: str, dim: Dim) -> str:
     return f"{name} from {dim.min} {upper}{step}{' (probed so far)' if dim.probed else ''}"
 
 
+def sizes_text(sizes: Mapping[str, int]) -> str:
+    """
+    >>> sizes_text({"batch": 1, "length": 128})
+    'batch 1, length 128'
+    """
+    return ", ".join(f"{symbol} {size}" for symbol, size in sizes.items())
+
+
 def range_text(signature: Signature) -> str:
     """All conditions on the sizes and masks of a request, in one line."""
     ranges = [dim_text(name, signature.dims[name]) for name in signature.symbols]
@@ -104,7 +112,8 @@ def _note_rows(bundle: Bundle) -> list[tuple[str, ...]]:
     rows: list[tuple[str, ...]] = []
     for program in bundle.manifest.programs:
         needs = [f"only where {spec.needs}" for spec in bundle.signature_of(program.format).inputs if spec.needs]
-        rows += [(f"{program.format}: {note}",) for note in (*needs, program.notes) if note]
+        fixed = f"compiled once more for {sizes_text(program.fixed)} alone" if program.fixed else ""
+        rows += [(f"{program.format}: {note}",) for note in (*needs, fixed, program.notes) if note]
     return rows
 
 

@@ -75,6 +75,8 @@ class ProgramEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Conditions on masks for this program, see `TensorSpec.rows`."""
     values: dict[str, Values] = {}
     """Conditions on the values of its inputs, see `TensorSpec.values`."""
+    fixed: dict[str, int] = {}
+    """Sizes by symbol, for which its runtime compiles it a second time, for requests of these sizes alone."""
 
     @property
     def by_record(self) -> bool:
@@ -205,6 +207,10 @@ def _check_sense(manifest: BundleManifest, where: str) -> None:
     for program in manifest.programs:
         for name in (program.rows.keys() | program.values.keys()) - inputs:
             raise BundleError(f"{where} has a condition on values of '{name}', which is no input of the model")
+        if program.fixed and (
+            program.fixed.keys() != manifest.signature.symbols.keys() or not manifest.signature.allows(program.fixed)
+        ):
+            raise BundleError(f"{where} has a program compiled for {program.fixed}, which its signature does not take")
         for values in program.values.values():
             if values.size and values.size not in manifest.signature.symbols:
                 raise BundleError(f"{where} has a range up to '{values.size}', which is no size of an input")

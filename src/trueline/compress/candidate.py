@@ -43,6 +43,8 @@ class CompressedCandidate(msgspec.Struct, frozen=True, kw_only=True, omit_defaul
     """Heavy kernels in the program as the runtime runs it."""
     left: tuple[str, ...] = ()
     """Names of the first operators that stay in float32."""
+    fixed: dict[str, int] = {}
+    """Sizes by symbol, for which the program is compiled a second time; the times are with it."""
     timings: dict[int, Timing] = {}
     """By batch size."""
     vs_fp32: dict[int, float] = {}

@@ -20,6 +20,7 @@ import numpy as np
 from trueline import files
 from trueline.bundle import Bundle, Contents, Evidence, Golden, ProgramEntry, Summary
 from trueline.bundle import seal as seal_bundle
+from trueline.bundle.describe import sizes_text
 from trueline.bundle.signature import Signature
 from trueline.bundle.values import Values
 from trueline.capture.proof.narrowing import takes
@@ -30,8 +31,10 @@ from trueline.compress.candidate import CompressedCandidate
 from trueline.compress.measure import accuracy
 from trueline.compress.measure.accuracy import Answers
 from trueline.compress.measure.reference import Reference
+from trueline.compress.measure.single_records import find_record, run_alone, sizes_of_record
 from trueline.errors import NotProven
 from trueline.runtime.open import open_program, open_session, replay
+from trueline.runtime.openvino import compile_fixed
 from trueline.runtime.session import Session
 
 if TYPE_CHECKING:
@@ -58,6 +61,9 @@ def seal(
     errors = accuracy.largest_errors(reference.answers, answers, session.signature)
     golden = [_golden(session, one, errors) for one in parent.golden() if takes(session.signature, one.inputs)]
     evidence = [*_evidence(reference, answers, row.format), *_evidence_of_sizes(reference, session, errors)]
+    if row.fixed:
+        golden += _golden_of_fixed(reference, session, row.fixed, errors)
+        evidence += _evidence_of_fixed(reference, compile_fixed(program, session.signature, row.fixed), row.fixed)
     old = base.program("onnx")
     with tempfile.TemporaryDirectory(prefix=files.PARTIAL, dir=out.parent) as work:
         folder = Path(work)
@@ -69,6 +75,7 @@ def seal(
             probes=len(evidence), max_abs_error=max((worst for worst, _ in errors.values()), default=0.0),
             versions=versions(), notes=f"{row.name}; compared with its parent, by the tolerance that was accepted",
             rows=old.rows, values=_finite_values(parent, old.values) if row.quantized else old.values,
+            fixed=row.fixed,
         )  # fmt: skip
         summary = msgspec.structs.replace(parent.manifest.lineage, parent=parent.digest)
         columns = parent.columns()
@@ -84,11 +91,26 @@ def seal(
 
 def _golden(session: Session, parent: Golden, errors: Errors) -> Golden:
     outputs = {name: session.run(parent.inputs)[name] for name in parent.outputs}
-    bounds = {name: _make_bound(array, errors[name]) for name, array in outputs.items() if name in errors}
+    bounds = {name: make_bound(array, errors[name]) for name, array in outputs.items() if name in errors}
     return Golden(case=parent.case, inputs=parent.inputs, outputs=outputs, bounds=bounds)
 
 
-def _make_bound(array: Array, error: tuple[float, Any]) -> tuple[Any, ...]:
+def _golden_of_fixed(reference: Reference, session: Session, sizes: Mapping[str, int], errors: Errors) -> list[Golden]:
+    """A record of the fixed sizes, so that both forms of the program are compared where they are served."""
+    record = find_record(session.signature, reference.batches, sizes)
+    parent = Golden(case="fixed sizes", inputs=record, outputs=reference.session.run(record))
+    return [_golden(session, parent, errors)]
+
+
+def _evidence_of_fixed(reference: Reference, fixed: Session, sizes: Mapping[str, int]) -> list[Evidence]:
+    """Of the form for fixed sizes, beside the parent: the first records of these sizes, one by one."""
+    batch = next(one for one in reference.batches if sizes_of_record(fixed.signature, one) == sizes)
+    want = reference.session.run(batch.inputs)
+    probe = f"{batch.count} evaluation records one by one, compiled for {sizes_text(sizes)}"
+    return [_compare(probe, batch.inputs, want, run_alone(fixed, batch.inputs), "given", fixed.format)]
+
+
+def make_bound(array: Array, error: tuple[float, Any]) -> tuple[Any, ...]:
     """The accepted tolerance in the form of `runtime.compare`: of the whole, then along each axis."""
     floor = LEAST_SHARE * float(np.abs(array).max(initial=0.0))
     worst, columns = max(error[0], floor), error[1]

@@ -27,6 +27,7 @@ from trueline.compress.apply.contract import ParentProgram
 from trueline.compress.apply.quantizers import QUANTIZERS
 from trueline.compress.candidate import CompressedCandidate
 from trueline.compress.derive.plan import STRUCTURAL
+from trueline.compress.fixed_sizes import reopen, try_fixed
 from trueline.compress.measure import accuracy
 from trueline.compress.measure.kernels import count_kernels, size_of
 from trueline.compress.measure.latency import Rounds
@@ -35,12 +36,16 @@ from trueline.compress.measure.reference import EAGER, PARENT, Reference
 from trueline.compress.method import UNCHANGED, CompressMethod, Target, file_of
 from trueline.compress.refine import Refiner
 from trueline.errors import MissingPackage, NotProven, StorageError, TruelineError
+from trueline.runtime.openvino import shape_inputs
+from trueline.runtime.session import HAS_FIXED, Session
 
 QUICK_S, FULL_S = 1.0, 6.0
 """Seconds that programs are timed: a candidate beside its parent, and all together at the end."""
 GAIN = 1.02
 """Times the parent's speed that a candidate has to have for sure, if latency is the target."""
 
+FIXED_SHARE = 1 / 8
+"""Of the time that is left, for answers of a form for fixed sizes to records one by one."""
 RESERVED = 1 / 3
 """Of the time, for leaving out operators where all that was tried loses too much."""
 
@@ -206,6 +211,12 @@ class Search:
         }  # fmt: skip
         if not verdict.keeps:
             return _row_of(method, verdict="over budget", why=explain(reference, verdict), **facts)
+        if method.format in HAS_FIXED and self.target == "latency":
+            trial = try_fixed(
+                reference, out, session, answers, seconds=QUICK_S, most_s=(self.ends - self.clock()) * FIXED_SHARE
+            )
+            session, facts["fixed"] = trial.session, dict(trial.sizes)
+            facts["note"] = "; ".join(filter(None, (facts["note"], trial.note)))
         for batch in reference.timed:
             rounds = reference.time({method.name: session}, batch=batch, seconds=QUICK_S, eager=False)
             _add_times(facts, rounds, method.name, batch)
@@ -236,7 +247,7 @@ class Search:
         """Times every candidate that was judged, the parent and the eager model alternately in one run, and measures
         their memory; rows of candidates that are no gain then are not offered."""
         judged = [row for row in self.rows.values() if row.loss is not None and self.path_of(row).is_file()]
-        sessions = {row.name: self.reference.open(self.path_of(row), row.format) for row in judged}
+        sessions = {row.name: self._reopen(row) for row in judged}
         timings: dict[str, dict[str, Any]] = {}
         for batch in self.reference.timed:
             rounds = self.reference.time(sessions, batch=batch, seconds=FULL_S, eager=True)
@@ -248,7 +259,11 @@ class Search:
         bundle = self.reference.bundle
         paths = {PARENT: bundle.program_path("onnx")}
         paths |= {row.name: self.path_of(row) for row in judged if row.format != "aotinductor"}
-        in_openvino = {row.name for row in judged if row.format == "openvino"}
+        signature = bundle.signature_of("onnx")
+        in_openvino = {
+            row.name: shape_inputs(signature, row.fixed) if row.fixed else {}
+            for row in judged if row.format == "openvino"
+        }  # fmt: skip
         memory = measure_memory(
             paths, self.reference.write_inputs(self.program().work / "inputs.safetensors"), in_openvino
         )
@@ -265,6 +280,10 @@ class Search:
                 why = self._lacks(changed) or self._lacks_memory(changed)
                 changed = self._weigh(changed, why)
             self.rows[row.name] = changed
+
+    def _reopen(self, row: CompressedCandidate) -> Session:
+        path = self.path_of(row)
+        return reopen(self.reference.open(path, row.format), path, row.fixed)
 
     def _lacks_memory(self, row: CompressedCandidate) -> str:
         parent = self.rows[PARENT].memory_bytes

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from trueline import events
+from trueline.bundle.describe import sizes_text
 from trueline.bundle.schema import RECORDS_CASE
 from trueline.bundle.signature import Signature
-from trueline.errors import BundleError, NotProven, UsageError, join_names
-from trueline.runtime.session import DEFAULTS, FORMATS, NATIVE, Session, SessionSettings
+from trueline.errors import BundleError, NotProven, TruelineError, UsageError, join_names
+from trueline.runtime.openvino import MOST_BYTES, FixedSizesSession, compile_fixed, count_weights, get_general
+from trueline.runtime.session import DEFAULTS, FORMATS, HAS_FIXED, NATIVE, Session, SessionSettings
 from trueline.runtime.shared_weights import SharedDir
 
 if TYPE_CHECKING:
@@ -71,21 +75,29 @@ def open_program(
     """Opens a bundle's program, by default the one to serve; the rest is `open_session`'s.
 
     Processes that open it with one folder `shared` have its weights in memory once, where its runtime can share them.
+    A second form, for fixed sizes, is compiled by `replay`, which compares it with the golden records.
     """
     entry, path, signature = bundle.program(format), bundle.program_path(format), bundle.signature_of(format)
     place = None if shared is None else SharedDir(folder=shared, key=f"{bundle.digest}.{entry.format}")
     settings = SessionSettings(threads=threads, device=device, precision=precision, place=place)
-    return open_session(entry.format, path, signature, native=native, settings=settings)
+    session = open_session(entry.format, path, signature, native=native, settings=settings)
+    if not entry.fixed or entry.format not in HAS_FIXED:
+        return session
+    make = partial(compile_fixed, path, signature, entry.fixed, settings=settings)
+    return FixedSizesSession(session, make, entry.fixed)
 
 
 def replay(bundle: Bundle, session: Session) -> dict[str, Comparison]:
     """Runs the bundle's golden records on this machine; returns the comparison for each case.
 
+    A form of the program for fixed sizes is admitted if it answers like the other one; else that one stays alone.
+
     Raises NotProven with the first case whose answer is not the eager model's, or when there is no case.
     """
     comparisons = {}
+    general = get_general(session)
     for golden in bundle.golden():
-        comparison = comparisons[golden.case] = _compare_golden(session, golden, random=bundle.signature.random)
+        comparison = comparisons[golden.case] = _compare_golden(general, golden, random=bundle.signature.random)
         if not comparison.agrees:
             raise NotProven(
                 f"{session.format} program of bundle '{bundle.name}' fails golden record '{golden.case}' "
@@ -95,7 +107,39 @@ def replay(bundle: Bundle, session: Session) -> dict[str, Comparison]:
             )
     if not comparisons:
         raise NotProven(f"bundle '{bundle.name}' has no golden record: its {session.format} program is not proven here")
+    if isinstance(session, FixedSizesSession):
+        _admit_fixed(bundle, session)
     return comparisons
+
+
+def _admit_fixed(bundle: Bundle, session: FixedSizesSession) -> None:
+    session.admit(None)
+    sizes = sizes_text(session.sizes)
+    try:
+        why = _refuse_fixed(bundle, session)
+    except TruelineError as error:
+        why = error.message
+    if why:
+        events.emit("fixed.refused", bundle=bundle.name, sizes=sizes, why=why)
+    else:
+        events.emit("fixed.admitted", bundle=bundle.name, sizes=sizes)
+
+
+def _refuse_fixed(bundle: Bundle, session: FixedSizesSession) -> str:
+    """Why the form for fixed sizes answers nothing here; empty: it is admitted."""
+    weights = count_weights(bundle.program_path(session.format))
+    if weights > MOST_BYTES:
+        return f"its weights take {weights} bytes, and at most {MOST_BYTES} are held twice"
+    cases = [golden for golden in bundle.golden() if session.takes(golden.inputs)]
+    if not cases:
+        return "no golden record has these sizes"
+    fixed = session.compile_fixed()
+    for golden in cases:
+        comparison = _compare_golden(fixed, golden, random=False)
+        if not comparison.agrees:
+            return f"it fails golden record '{golden.case}' here: {comparison.reason}"
+    session.admit(fixed)
+    return ""
 
 
 def replay_records(bundle: Bundle) -> FittedColumns | None:

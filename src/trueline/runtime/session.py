@@ -32,6 +32,8 @@ STAND_IN: tuple[Format, ...] = ("torchscript",)
 """What it makes where it can prove none of these."""
 NATIVE: tuple[Format, ...] = ("aotinductor",)
 """Machine code: opening one runs it. Never chosen to serve."""
+HAS_FIXED: tuple[Format, ...] = ("openvino",)
+"""Whose runtimes may compile a program a second time, for the sizes of one request alone."""
 TARGETS: dict[str, tuple[Format, ...]] = {
     "onnxruntime": ("onnx",),
     "openvino": ("onnx", "openvino"),

@@ -14,6 +14,7 @@ import pytest
 from trueline.bundle import Bundle, Dim, Golden, Signature
 from trueline.capture.export import fallbacks
 from trueline.errors import BundleError, NotProven
+from trueline.runtime.openvino import FixedSizesSession
 from trueline.serve.batching import execution_plan as plan
 from trueline.serve.batching.execution_plan import batch_symbol, draw_up, fit, row_dependence
 from trueline.serve.models.loader import RuntimeOptions, load
@@ -50,6 +51,23 @@ def test_rows_that_are_answered_alike_alone_and_in_company_may_share_a_run() -> 
     plan = draw_up(program, cases(), max_batch=64)
     assert plan.batch
     assert plan.max_batch == 64
+
+
+def test_a_second_form_that_rounds_otherwise_is_timed_and_takes_no_batching_away() -> None:
+    general, asked = Program(rows_of(Dim()), lambda x: x * 2), []
+
+    def answer(x: Any) -> Any:
+        asked.append(len(x))
+        return x * 2 + np.float32(0.5)
+
+    session = FixedSizesSession(general, lambda: general, {"batch": 1})
+    session.admit(Program(rows_of(Dim()), answer))
+    plan = draw_up(session, cases(), max_batch=64)
+    assert plan.batch
+    assert plan.cuts
+    assert set(asked) == {1}  # by the measurement of a single record alone
+    mixing = Program(rows_of(Dim()), lambda x: x / (1 + x.sum(axis=0, keepdims=True)))
+    assert not draw_up(FixedSizesSession(mixing, lambda: mixing, {"batch": 1}), cases(), max_batch=64).batch
 
 
 @pytest.mark.parametrize("rows", [1, 4])

@@ -10,20 +10,27 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
+
+Shapes = Mapping[str, Sequence[int]]
+"""By input."""
 
 _STATUS = Path("/proc/self/status")
 TIMEOUT_S = 600.0
 
 
-def measure_memory(programs: Mapping[str, Path], inputs: Path, in_openvino: Collection[str] = ()) -> dict[str, int]:
+def measure_memory(
+    programs: Mapping[str, Path], inputs: Path, in_openvino: Mapping[str, Shapes] = MappingProxyType({})
+) -> dict[str, int]:
     """Bytes by program; those that cannot be measured are left out. `inputs`: a batch by input name, as safetensors;
-    `in_openvino`: programs that OpenVINO runs instead of ONNX Runtime."""
+    `in_openvino`: programs that OpenVINO runs instead of ONNX Runtime, and the shapes for which it has them once more,
+    if any."""
     request = {
         "programs": {name: str(path) for name, path in programs.items()}, "inputs": str(inputs),
-        "in_openvino": sorted(in_openvino),
+        "in_openvino": in_openvino,
     }  # fmt: skip
     try:
         done = subprocess.run(
@@ -49,13 +56,20 @@ def _resident() -> int:
     return int(line.split()[1]) * 1024
 
 
-def _run_in_openvino(path: str, arrays: Mapping[str, Any]) -> int:
+def _run_in_openvino(path: str, arrays: Mapping[str, Any], shapes: Shapes) -> int:
+    import numpy as np
     import openvino
 
-    before = _resident()
-    request = openvino.Core().compile_model(path, "CPU", {"INFERENCE_PRECISION_HINT": "f32"}).create_infer_request()
-    for _ in range(2):
-        request.infer(dict(arrays))
+    before, core = _resident(), openvino.Core()
+    forms, config = [(core.read_model(path), dict(arrays))], {"INFERENCE_PRECISION_HINT": "f32"}
+    if shapes:
+        fixed = core.read_model(path)
+        fixed.reshape({name: list(shape) for name, shape in shapes.items()})
+        forms.append((fixed, {name: np.resize(arrays[name], shape) for name, shape in shapes.items()}))
+    requests = [(core.compile_model(model, "CPU", config).create_infer_request(), feeds) for model, feeds in forms]
+    del forms
+    for request, feeds in requests * 2:
+        request.infer(feeds)
     return _peak() - before
 
 
@@ -85,9 +99,9 @@ def main(requests: Sequence[bytes]) -> None:
         if child == 0:
             code = 1
             try:
-                run = _run_in_openvino if name in request["in_openvino"] else _run_alone
-                line = json.dumps([name, run(path, arrays)]) + "\n"
-                os.write(1, line.encode())
+                shapes = request["in_openvino"].get(name)
+                taken = _run_alone(path, arrays) if shapes is None else _run_in_openvino(path, arrays, shapes)
+                os.write(1, (json.dumps([name, taken]) + "\n").encode())
                 code = 0
             finally:
                 os._exit(code)

@@ -24,6 +24,7 @@ from trueline.bundle.padding import Padding, fill_up
 from trueline.bundle.signature import Dim, Signature
 from trueline.errors import TruelineError
 from trueline.runtime.compare import compare
+from trueline.runtime.openvino import get_general
 from trueline.runtime.session import Session
 
 if TYPE_CHECKING:
@@ -89,8 +90,8 @@ def draw_up(session: Session, cases: Sequence[Golden], *, max_batch: int, by_rec
         latency = {1: median_s(session, cases[0].inputs)}
         inline = _num_values(cases[0].inputs) if latency[1] < INLINE_S else 0
         return ExecutionPlan(batch=False, why=why, max_batch=1, inline_values=inline, latency_s=latency)
-    dim = signature.dims[symbol]
-    depends = row_dependence(session, cases, dim)
+    dim, general = signature.dims[symbol], get_general(session)  # two forms round otherwise, and no row is to blame
+    depends = row_dependence(general, cases, dim)
     dependent = BY_RECORD if by_record else depends
     bound = max_batch if dim.max is None else min(max_batch, dim.max)
     latency, inline = _measure(session, cases[0].inputs, dim)
@@ -101,7 +102,7 @@ def draw_up(session: Session, cases: Sequence[Golden], *, max_batch: int, by_rec
         inline_values=inline,
         latency_s=latency,
         cuts=not depends,
-        padding=None if dependent else padding_of(session, cases),
+        padding=None if dependent else padding_of(general, cases),
     )
 
 
