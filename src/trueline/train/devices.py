@@ -47,14 +47,6 @@ def choose_own(setting: str, *, repeatable: bool = False) -> torch.device:
     return device
 
 
-def borrow_threads(members: int) -> int:
-    """Gives torch in this process the threads of `members` of a group, at most one for each core; returns its own
-    number."""
-    own = torch.get_num_threads()
-    torch.set_num_threads(max(own, min(own * members, len(os.sched_getaffinity(0)))))
-    return own
-
-
 def is_lost(error: BaseException) -> bool:
     """Whether the device or a reader is lost to this process, so that everything it does next fails too."""
     return isinstance(error, torch.AcceleratorError | ReaderLost)

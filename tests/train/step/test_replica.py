@@ -10,7 +10,7 @@ import torch
 from trueline.checkpoint import snapshot as snapshots
 from trueline.errors import RecipeError
 from trueline.parallel.gloo import GlooGroup
-from trueline.train import devices, dynamo
+from trueline.train import dynamo
 from trueline.train.step.ledger import StepAccount
 from trueline.train.step.optimizer_step import OptimizerStep
 from trueline.train.step.options import Options
@@ -34,65 +34,6 @@ def test_a_step_that_failed_leaves_the_running_statistics_of_the_last_applied_on
     replica.detach()
     healed = replica.state()["model"]
     assert all(torch.equal(healed[name], value) for name, value in before.items())
-
-
-class Sums:
-    """An exchange of members that are elsewhere, which notes the threads of its backward."""
-
-    def __init__(self, exchange):
-        self.beside, self.threads = exchange.beside, []
-
-    def attach(self, words): ...
-
-    def detach(self): ...
-
-    def on_begin(self): ...
-
-    def reduce(self, piece, words, shares):
-        self.threads.append(torch.get_num_threads())
-        return words, self.beside
-
-
-@pytest.fixture
-def threads(monkeypatch):
-    """Two of this worker's own on eight cores, and nothing that is compiled."""
-    before = torch.get_num_threads()
-    monkeypatch.setattr(dynamo, "is_loaded", lambda: False)
-    monkeypatch.setattr(devices.os, "sched_getaffinity", lambda _: set(range(8)))
-    torch.set_num_threads(2)
-    yield
-    torch.set_num_threads(before)
-
-
-@pytest.mark.parametrize(("members", "borrowed"), [(1, 2), (2, 4), (3, 6), (9, 8)])
-def test_a_worker_that_is_left_alone_computes_the_gradients_of_one_step_on_the_cores_of_the_others(
-    threads, members, borrowed
-):
-    replica = replica_of(torch.nn.Linear(2, 1))
-    replica.exchange = sums = Sums(replica.exchange)
-    for size in (members, 1):
-        replica.attach(size)
-        for _ in range(2):
-            replica.begin()
-            replica.reduce(None, ACCOUNT, ())
-            assert torch.get_num_threads() == 2, "the optimizer runs as in any other worker"
-    assert sums.threads == [2, 2, borrowed, 2]
-    replica.attach(2)
-    replica.attach(1)
-    replica.detach()
-    assert torch.get_num_threads() == 2
-
-
-@pytest.mark.parametrize("why", ["bitwise", "compiled", "larger", "not alone"])
-def test_threads_stay_as_they_are_where_their_number_shows_or_others_need_them(threads, monkeypatch, why):
-    replica = replica_of(torch.nn.Linear(2, 1))
-    replica.exchange = Sums(replica.exchange)
-    if why == "bitwise":
-        replica.options = Options(bitwise=True)
-    monkeypatch.setattr(dynamo, "is_loaded", lambda: why == "compiled")
-    for size in {"larger": (1, 2), "not alone": (3, 2)}.get(why, (2, 1)):
-        replica.attach(size)
-        assert torch.get_num_threads() == 2
 
 
 ACCOUNT = StepAccount(count=4, digest=9)

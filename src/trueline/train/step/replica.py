@@ -23,7 +23,7 @@ from trueline.parallel.exchange import BackwardPiece, GradientExchange, Shares, 
 from trueline.parallel.finite import are_finite, describe_infinite
 from trueline.parallel.gloo import GlooGroup
 from trueline.parallel.ordered import OrderedExchange
-from trueline.train import devices, dynamo
+from trueline.train import dynamo
 from trueline.train.job_dir import current_job
 from trueline.train.step import model_traits
 from trueline.train.step.ledger import Ledger, LeftOut, StepAccount
@@ -77,10 +77,6 @@ class Replica:
         self._gathered: list[torch.Tensor | None] = []
         """Between two pieces of a step: the gradients so far, out of reach of a loop that clears or clips them."""
         self._snapshots: list[Snapshot] = []
-        self._size = 0  # of the last group
-        self._own_threads = 0
-        """How many this worker has of its own, while it uses those of members that are gone: in the first gradients of
-        a worker that is left alone, which has a whole step to compute again."""
         self.owned = optimizer_step.owned
         """Whether nothing but the optimizer's step changes parameters: the loop is not a user's own."""
         optimizer_step.before_change = self.settle
@@ -120,24 +116,13 @@ class Replica:
 
     def attach(self, size: int) -> None:
         """Joins the process group of `size` members that was just formed."""
-        shows_in_sums = self.options.bitwise or dynamo.is_loaded()  # what is compiled is so for a number of threads
-        if size == 1 < self._size and not shows_in_sums:
-            self._own_threads = devices.borrow_threads(self._size)
-        self._size = size
         self.exchange.attach(StepAccount.num_words(size) + self.optimizer_step.settings.width)
 
     def detach(self) -> None:
         """Leaves the group, and takes the running statistics of the last applied step again."""
-        self._return_threads()
         self.exchange.detach()
         self._reset_statistics()
         self.optimizer_step.zero_grad()  # gradients lie in the memory of the group's buckets
-
-    def _return_threads(self) -> None:
-        """The optimizer runs with as many threads as in every other worker, and a replacement finds its cores idle."""
-        if self._own_threads:
-            torch.set_num_threads(self._own_threads)
-            self._own_threads = 0
 
     def begin(self) -> None:
         """Begins a step: no gradients, no contributions; running statistics are those of the last applied step."""
@@ -166,7 +151,6 @@ class Replica:
         last = None if piece is None else self._piece(*piece)
         self._return_gradients()
         summed, self._summed = self.exchange.reduce(last, account.pack(), shares)
-        self._return_threads()
         self._reset_statistics()
         return StepAccount.unpack(summed, settings=self.optimizer_step.settings.width)
 
