@@ -66,6 +66,51 @@ class InTheOrderOfAKeptSet(Towers):
         return self.join(x, self.names)
 
 
+class InTheOrderOfALiteral(Towers):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.join(x, {"age", "kind"})
+
+
+class InTheOrderOfAComprehension(Towers):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.join(x, {name.lower() for name in ("AGE", "KIND")})
+
+
+class LoopsOverALiteral(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        parts = []
+        for name in {"a", "bbb", "cc"}:  # a literal
+            parts.append(x * len(name))
+        return torch.cat(parts, 1)
+
+
+class InTheOrderOfKeys(Towers):
+    def forward(self, x: Tensor) -> Tensor:
+        widths = {"age": 1, "kind": 2, "size": 3}
+        return self.join(x, widths.keys() - {"size"})
+
+
+class SortsByHash(Towers):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.join(x, sorted(self.towers, key=hash))  # by hash
+
+
+class AsksALiteral(Towers):
+    def forward(self, x: Tensor) -> Tensor:
+        names = {"age", "size"}
+        return self.join(x, [name for name in self.towers if name in names or name in {"kind", "size"}])
+
+
+class SortsALiteral(Towers):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.join(x, sorted({"age", "kind"} | {"size"}))
+
+
+class LoopsOverNumbers(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cat([x * number for number in {3, 1, 2}], 1)
+
+
 class InOrder(Towers):
     def forward(self, x: Tensor) -> Tensor:
         assert isinstance(self.names, set)
@@ -112,6 +157,11 @@ def find_unsteady(model: type[nn.Module]) -> Unsteady | None:
         (ReadsItsIdentity, "id", "identity"),
         (InTheOrderOfASet, "the order of a set", "in that order"),
         (InTheOrderOfAKeptSet, "the order of a set", "in that order"),
+        (InTheOrderOfALiteral, "the order of a set", "in that order"),
+        (InTheOrderOfAComprehension, "the order of a set", "in that order"),
+        (InTheOrderOfKeys, "the order of a set", "in that order"),
+        (LoopsOverALiteral, "the order of a set", "a literal"),
+        (SortsByHash, "hash", "by hash"),
         (CountsProcesses, "getpid", "process"),
         (ReadsItsFolder, "getcwd", "folder"),
         (BranchesByMachine, "system", "machine"),
@@ -126,6 +176,9 @@ def test_an_answer_that_follows_the_process_or_the_machine_is_refused_with_its_l
     assert marks.place_of(__file__, mark) in str(found.place)
 
 
-@pytest.mark.parametrize("model", [HashesNumbers, KeysByIdentity, InOrder, Sums, ChoosesByMachine])
+@pytest.mark.parametrize(
+    "model",
+    [HashesNumbers, KeysByIdentity, InOrder, Sums, ChoosesByMachine, AsksALiteral, SortsALiteral, LoopsOverNumbers],
+)
 def test_what_is_the_same_everywhere_is_no_reason_to_refuse(model: type[nn.Module]) -> None:
     assert find_unsteady(model) is None

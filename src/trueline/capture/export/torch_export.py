@@ -26,7 +26,7 @@ from trueline.capture.export.tracing import tracing, watch_specialization
 from trueline.capture.model import code_paths
 from trueline.capture.model.dynamic_dims import Place, resize_tensor
 from trueline.capture.model.signature import BATCH, Calling, TensorModule
-from trueline.capture.patches import rounding, size_keys, size_lengths, whole_division
+from trueline.capture.patches import keep_weights, rounding, size_keys, size_lengths, whole_division
 from trueline.errors import BundleError, CaptureError, join_names
 from trueline.runtime import torch_export_archive
 from trueline.runtime.tensors import one_line, to_arrays, to_tensors
@@ -89,7 +89,7 @@ def _export(flat: torch.nn.Module, calling: Calling, steps: Mapping[str, int]) -
     example = tuple(_at_least_two(tensor, free) for tensor, free in zip(calling.example, axes, strict=True))
     fixed: Mapping[int, code_paths.SourceLine] = {}
     try:
-        with tracing(), watch_specialization() as fixed, size_keys.watch() as keyed:
+        with tracing(), keep_weights(flat), watch_specialization() as fixed, size_keys.watch() as keyed:
             program = torch.export.export(flat, example, dynamic_shapes=(_dynamic(calling, axes, steps),), strict=False)
             mutated = operators.written_buffers(program)
             program = operators.as_aten(program)
@@ -116,7 +116,7 @@ def _single(flat: torch.nn.Module, calling: Calling) -> torch.export.ExportedPro
     axes = [[axis for axis in one if axis] for one in _free_axes(calling)]
     tensors = [resize_tensor(tensor, {0: 1}) for tensor in calling.example]
     example = tuple(_at_least_two(tensor, free) for tensor, free in zip(tensors, axes, strict=True))
-    with tracing():
+    with tracing(), keep_weights(flat):
         program = torch.export.export(flat, example, dynamic_shapes=(_dynamic(calling, axes, {}),), strict=False)
         functional: torch.export.ExportedProgram = program.run_decompositions({})
     return functional

@@ -11,6 +11,7 @@ import dis
 import functools
 import gc
 import inspect
+import itertools
 import linecache
 import re
 import sys
@@ -313,11 +314,13 @@ def current_line(*, within: str = "") -> SourceLine | None:
 
 
 def writing_line(module: torch.nn.Module, names: Sequence[str]) -> SourceLine | None:
-    """The first line of the user's class, outside of `__init__`, that writes a parameter or buffer of `names`."""
+    """The first line of the user's class, outside of `__init__`, that writes a parameter or buffer of `names`; that of
+    a part first, then those of the parts that it is in."""
     for name in names:
         owner, _, last = name.rpartition(".")
         writing = re.compile(rf"\.{re.escape(last)}\b(\.data)?(\.\w+_\(|\[.*\]\s*=|\s*[-+*/]?=(?!=))")
-        for kind in type(module.get_submodule(owner)).__mro__:
+        paths = itertools.accumulate(owner.split("."), "{}.{}".format)
+        for kind in (kind for path in (*[*paths][::-1], "") for kind in type(module.get_submodule(path)).__mro__):
             for method in vars(kind).values():
                 code = getattr(inspect.unwrap(method), "__code__", None) if callable(method) else None
                 if code is None or not is_users(code.co_filename) or code.co_name == "__init__":

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.nn.parameter import is_lazy
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,3 +39,16 @@ def enter_at_calls(module: torch.nn.Module, mode: Any) -> Iterator[None]:
     finally:
         for hook in hooks:
             hook.remove()
+
+
+@contextmanager
+def keep_weights(module: torch.nn.Module) -> Iterator[None]:
+    """After the block the parameters hold what they held: `weight.data *= mask` leaves there a tensor of the trace,
+    which has no numbers."""
+    kept = [(one, one.detach()) for one in module.parameters() if not is_lazy(one)]
+    try:
+        yield
+    finally:
+        for one, before in kept:
+            if one.device != before.device:
+                one.data = before

@@ -9,7 +9,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from trueline.capture.model.dynamic_dims import resize_tensor
 from trueline.capture.model.signature import Calling
-from trueline.capture.patches import Patch
+from trueline.capture.patches import Patch, keep_weights
 
 PATCH = Patch(
     issue="pytorch/pytorch#125984",
@@ -40,7 +40,8 @@ def trace_operators(flat: torch.nn.Module, calling: Calling) -> torch.nn.Module:
         resize_tensor(tensor, {axis: sizes[size] for axis, size in enumerate(spec.shape) if isinstance(size, str)})
         for tensor, spec in zip(calling.example, specs, strict=True)
     ]
-    return _Operators(make_fx(flat, tracing_mode="symbolic", _allow_non_fake_inputs=True)(*example))
+    with keep_weights(flat):
+        return _Operators(make_fx(flat, tracing_mode="symbolic", _allow_non_fake_inputs=True)(*example))
 
 
 class _Operators(torch.nn.Module):

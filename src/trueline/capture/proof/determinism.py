@@ -30,8 +30,9 @@ from trueline.capture.model.python_state import find_changed, random_states, sta
 from trueline.capture.model.reach import attributes
 from trueline.capture.proof.observe import Observation
 from trueline.capture.proof.state.find_source import find_source
-from trueline.capture.proof.state.first_call import explain_change
+from trueline.capture.proof.state.first_call import explain_change, keeps_limits
 from trueline.capture.proof.state.influence import BUDGET, Question, Restless, ask, find_influence, find_restless
+from trueline.capture.proof.state.settings import find_setting_influence
 from trueline.capture.proof.state.sources import Readings, find_outside_influence, read_outside
 from trueline.capture.proof.state.unwritten import FILLED, FillEmpty
 from trueline.errors import NotProven, join_names
@@ -131,10 +132,10 @@ def check_twice(eager: EagerSession) -> Unsteady | None:
     kept = all(name in after and explicit_state.equal(value, after[name]) for name, value in before.items())
     if not (comparison.agrees and kept):
         return find_cause(eager, comparison.reason)
-    if not eager.changed:
+    if not eager.changed or keeps_limits(eager):
         return None
     why, hint = explain_change(eager)
-    return Unsteady(why=why, place=code_paths.writing_line(users, eager.changed), hint=hint)
+    return Unsteady(why=why, hint=hint, place=code_paths.writing_line(users, eager.changed))
 
 
 def find_cause(eager: EagerSession, reason: str) -> Unsteady:
@@ -194,8 +195,7 @@ def _find_draws(
     if own is not None:
         place = code_paths.find_line(way, own.attribute) or _loading_line(way, changed)
         return Unsteady(why=f"{why} ({own.path}), and {differs}", place=place, hint=OUTSIDE_HINT)
-    question = ask(eager, eager.example)
-    source = find_source(question) if question is not None else None
+    source = find_source(question) if (question := ask(eager, eager.example)) is not None else None
     if source is None or (changed and not source.draws):
         return None
     if source.draws:
@@ -260,7 +260,7 @@ def _check_ways(eager: EagerSession, observations: Sequence[Observation]) -> Uns
 
 def _check_influence(question: Question, restless: Restless, readings: Readings) -> Unsteady | None:
     kept = find_influence(question, restless)
-    found = kept or find_outside_influence(question, readings)
+    found = kept or find_outside_influence(question, readings) or find_setting_influence(question)
     if found is None:
         return None
     if found.draws:

@@ -3,7 +3,7 @@ object, the order of a set of texts, the folder, the host, numbers of processors
 
 A program keeps what this process had. Stand-ins give other values, so that an answer which depends on one shows. What
 a process computes of numbers alone (`hash((3, 4))`, a set of whole numbers) is the same everywhere, and so is a set
-that is sorted or only asked. Not seen: a set that is written in the code as such (`{"a", "b"}` inside of a function).
+that is sorted or only asked. A set that is written in the code as such (`{"a", "b"}`): see `literal_sets.py`.
 """
 
 import getpass
@@ -11,6 +11,7 @@ import locale
 import os
 import platform
 import socket
+import tempfile
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -23,6 +24,7 @@ TEXTS: tuple[tuple[Any, str], ...] = (
     *((platform, name) for name in ("node", "system", "machine", "release", "version", "platform", "processor")),
     *((platform, f"python_{name}") for name in ("version", "implementation")),
     (getpass, "getuser"),
+    (tempfile, "gettempdir"),
     *((locale, name) for name in ("getpreferredencoding", "nl_langinfo")),
 )
 """Functions that return a text of this machine."""
@@ -55,7 +57,7 @@ def make_builtins(note: Note, step: int) -> dict[str, Any]:
         if not follows_process(value):
             return found
         note("hash")
-        return found + step
+        return -found if step == STEPS[-1] else found + step  # in the opposite order, too
 
     def id_elsewhere(value: Any) -> int:
         note("id")
@@ -71,6 +73,12 @@ def copy_set(kept: Any, builtins: dict[str, Any]) -> Any:
     """A stand-in for a set that the model keeps; None where its order is the same in all processes."""
     plain = type(kept) in (set, frozenset) and len(kept) > 1 and any(map(follows_process, kept))
     return builtins[type(kept).__name__](kept) if plain else None
+
+
+def as_set(value: Any, builtins: dict[str, Any]) -> Any:
+    """A stand-in for a set that was just made; what is no set, or has one order only, is returned as it is."""
+    stand = copy_set(value, builtins)
+    return value if stand is None else stand
 
 
 class _LikeSet(type):

@@ -7,9 +7,14 @@ change.
 """
 
 import datetime
+import locale
+import multiprocessing.context
 import os
+import pathlib
+import posixpath
 import random
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -27,6 +32,7 @@ from trueline.capture.model.reach import KeptValue, attributes
 from trueline.capture.proof.state import elsewhere
 from trueline.capture.proof.state.files import PASSING, is_for_user, watch_files
 from trueline.capture.proof.state.influence import DECISIONS, Influence, Question
+from trueline.capture.proof.state.literal_sets import Makers, find_set_makers, giving_sets
 from trueline.capture.proof.state.tainted import Decisions, NotingInt, mark, marking, quietly
 
 _CLOCKS = ("time", "monotonic", "perf_counter", "process_time", "thread_time", "clock_gettime")
@@ -38,7 +44,7 @@ _COUNTS = ("active_count", "get_ident", "get_native_id")
 OTHERS: tuple[tuple[Any, str], ...] = (
     *((os, name) for name in ("getpid", "getppid", "getloadavg", "cpu_count")),
     *((threading, name) for name in _COUNTS),
-    (torch, "get_num_threads"),
+    *((torch, name) for name in ("get_num_threads", "get_num_interop_threads", "initial_seed")),
     (sys, "getrecursionlimit"),
     (torch.Tensor, "data_ptr"),
 )
@@ -55,7 +61,13 @@ SHIFTS_S = (0.37, 61.0, 3600.0, 5 * 3600.0, 13 * 3600.0, 86_400.0, 3 * 86_400.0,
 """Seconds by which clocks are moved."""
 VARIABLES = 4
 """Variables of the environment that are changed."""
-_ENVIRON = (os.__file__, "<frozen os>", "<frozen _collections_abc>")
+_HELPERS = frozenset(
+    {
+        *(module.__file__ for module in (os, posixpath, pathlib, tempfile, locale, multiprocessing.context)),
+        *(f"<frozen {name}>" for name in ("os", "posixpath", "_collections_abc")),
+    }
+)
+"""Files of the standard library whose functions read what a user asks them for."""
 
 
 class Readings:
@@ -77,6 +89,7 @@ class Readings:
         self.builtins = elsewhere.make_builtins(self.note, step)
         self.other_thread = other_thread
         self._held: dict[str, Any] | None = {} if held else None
+        self.makers: Makers = ()
         self.changes = ""
         """How the answer is another in this run."""
         self.lines: dict[str, SourceLine | None] = {}
@@ -170,14 +183,19 @@ class Readings:
         return read
 
 
-def _is_direct(frame: FrameType) -> bool:
-    return code_paths.is_users(frame.f_code.co_filename)
+def _is_direct(frame: FrameType | None) -> bool:
+    """Whether the user's code calls, itself or by one of the helpers."""
+    while frame is not None and frame.f_code.co_filename in _HELPERS:
+        frame = frame.f_back
+    return frame is not None and code_paths.is_users(frame.f_code.co_filename)
 
 
 def read_outside(question: Question) -> Readings:
     """What a call of the model reads."""
     readings = Readings()
-    memento = Memento(explicit_state.users_own(question.eager.module))
+    users = explicit_state.users_own(question.eager.module)
+    readings.makers = find_set_makers(question.way, users)
+    memento = Memento(users)
     with quietly(), _standing_in(question, readings), reading(readings, find_places(question)):
         readings.changes = question.differs(memento)
     return readings
@@ -195,6 +213,7 @@ def find_outside_influence(question: Question, first: Readings) -> Influence | N
     memento, places = Memento(explicit_state.users_own(question.eager.module)), find_places(question)
     with quietly():
         for readings in _variants(first):
+            readings.makers = first.makers
             with _standing_in(question, readings), reading(readings, places):
                 why = question.differs(memento, exactly=not readings.step)
             if why:
@@ -278,6 +297,7 @@ def _standing_in(question: Question, readings: Readings) -> Iterator[None]:
             for name in (stands.keys() & set(function.__code__.co_names)) - names.keys():
                 names[name] = stands[name]
                 stack.callback(names.pop, name, None)
+        stack.enter_context(giving_sets(readings.makers, lambda value: elsewhere.as_set(value, readings.builtins)))
         yield
 
 
@@ -359,15 +379,8 @@ def _watch_environment(readings: Readings) -> Iterator[None]:
     before = kind.__getitem__
 
     def read(self: Any, name: Any) -> Any:
-        frame: FrameType | None = sys._getframe(1)
-        while frame is not None and frame.f_code.co_filename in (
-            os.__file__,
-            "<frozen os>",
-            "<frozen _collections_abc>",
-        ):
-            frame = frame.f_back
-        if frame is not None and _is_direct(frame):
-            readings.variables.setdefault(str(name), code_paths.current_line())
+        if _is_direct(sys._getframe(1)):
+            readings.variables.setdefault(os.fsdecode(name), code_paths.current_line())
         return before(self, name)
 
     kind.__getitem__ = read  # type: ignore[method-assign]

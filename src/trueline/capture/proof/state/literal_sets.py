@@ -1,0 +1,117 @@
+"""Sets that the user's code makes without naming `set`: `{"a", "b"}`, `{name for name in names}`, `keys() - others`.
+
+Python makes them itself, so no stand-in for `set` sees them. The functions that ran are compiled again from their
+source, with each such set given to a function that replaces it. A function whose source is not what runs stays as it
+is.
+"""
+
+import ast
+import dis
+import functools
+import gc
+import linecache
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from types import CodeType, FunctionType
+from typing import Any
+
+import torch
+
+from trueline.capture.model.code_paths import Event
+from trueline.capture.model.reach import attributes
+
+REPLACE = "__trueline_set__"
+"""The global by which compiled code gives away its sets."""
+_VIEWS = frozenset({"keys", "items"})
+Makers = Sequence[tuple[FunctionType, CodeType]]
+"""Functions of the user, each with its code that gives away the sets it makes."""
+
+
+def find_set_makers(way: Sequence[Event], module: torch.nn.Module) -> Makers:
+    """The functions that ran and make sets of their own; those that the model reaches are found in any case."""
+    codes = [code for code in dict.fromkeys(code for _, code, _ in way) if _makes_sets(code)]
+    changed = {code: _compile(code.co_filename).get(_name(code)) for code in codes}
+    pairs = {code: new for code, (old, new) in _list_known(changed) if old.co_code == code.co_code}
+    if not pairs:
+        return []
+    reached = [kept.value for kept in attributes(module)]
+    functions = {id(one): one for one in (*reached, *gc.get_referrers(*pairs)) if isinstance(one, FunctionType)}
+    made = [(one, pairs[one.__code__]) for one in functions.values() if one.__code__ in pairs]
+    return [(function, code) for function, code in made if function.__code__.co_freevars == code.co_freevars]
+
+
+def _list_known(changed: dict[CodeType, Any]) -> Iterator[tuple[CodeType, tuple[CodeType, CodeType]]]:
+    return ((code, pair) for code, pair in changed.items() if pair is not None)
+
+
+@contextmanager
+def giving_sets(makers: Makers, replace: Callable[[Any], Any]) -> Iterator[None]:
+    """Within the block what `replace` returns of a set stands for it."""
+    with ExitStack() as stack:
+        for function, code in makers:
+            stack.callback(setattr, function, "__code__", function.__code__)
+            function.__code__ = code
+            if REPLACE not in function.__globals__:
+                function.__globals__[REPLACE] = replace
+                stack.callback(function.__globals__.pop, REPLACE, None)
+        yield
+
+
+@functools.lru_cache(maxsize=20_000)
+def _makes_sets(code: CodeType) -> bool:
+    if any(isinstance(one, frozenset) for one in code.co_consts):
+        return True  # of `for name in {"a", "b"}`
+    operations = {one.opname for one in dis.get_instructions(code)}
+    if "BUILD_SET" in operations or (_VIEWS & set(code.co_names) and "BINARY_OP" in operations):
+        return True
+    return any(_makes_sets(one) for one in code.co_consts if isinstance(one, CodeType))
+
+
+def _name(code: CodeType) -> tuple[str, int]:
+    return code.co_qualname, code.co_firstlineno
+
+
+@functools.lru_cache(maxsize=64)
+def _compile(file: str) -> dict[tuple[str, int], tuple[CodeType, CodeType]]:
+    """Of each function in the file its code as it is, and with its sets given away."""
+    source = "".join(linecache.getlines(file))
+    try:
+        plain = compile(source, file, "exec", dont_inherit=True)
+        tree = ast.fix_missing_locations(_GiveSets().visit(ast.parse(source, file)))
+        changed = compile(tree, file, "exec", dont_inherit=True)
+    except (SyntaxError, ValueError, RecursionError):
+        return {}
+    both = {_name(code): code for code in _codes_in(changed)}
+    return {_name(code): (code, both[_name(code)]) for code in _codes_in(plain) if _name(code) in both}
+
+
+def _codes_in(code: CodeType) -> Iterator[CodeType]:
+    yield code
+    for one in code.co_consts:
+        if isinstance(one, CodeType):
+            yield from _codes_in(one)
+
+
+class _GiveSets(ast.NodeTransformer):
+    def visit_Set(self, node: ast.Set) -> ast.AST:
+        return _give(self.generic_visit(node))
+
+    def visit_SetComp(self, node: ast.SetComp) -> ast.AST:
+        return _give(self.generic_visit(node))
+
+    def visit_BinOp(self, node: ast.BinOp) -> ast.AST:
+        changed = self.generic_visit(node)
+        return _give(changed) if isinstance(node.op, ast.Sub | ast.BitAnd | ast.BitOr | ast.BitXor) else changed
+
+    def visit_Compare(self, node: ast.Compare) -> ast.AST:
+        """A set that is only asked has no order."""
+        for at, (how, one) in enumerate(zip(node.ops, node.comparators, strict=True)):
+            if not (isinstance(how, ast.In | ast.NotIn) and isinstance(one, ast.Set)):
+                node.comparators[at] = self.visit(one)
+        node.left = self.visit(node.left)
+        return node
+
+
+def _give(node: ast.AST) -> ast.AST:
+    call = ast.Call(func=ast.Name(id=REPLACE, ctx=ast.Load()), args=[node], keywords=[])
+    return ast.copy_location(call, node)

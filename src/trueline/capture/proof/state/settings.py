@@ -1,0 +1,196 @@
+"""What is set for a whole process or machine: the time zone, the locale, how Python was started, error states.
+
+A model whose code names one of them runs with another. Left alone is what a model is made for and a program keeps on
+purpose: torch's default dtype, a decimal context, torch's version, whether there is a GPU. Not seen: a number that
+Python writes as the locale does (`f"{x:n}"`).
+"""
+
+import locale
+import multiprocessing
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+
+from trueline.capture.model import code_paths, explicit_state
+from trueline.capture.model.python_state import Memento
+from trueline.capture.proof.state.influence import Influence, Question
+from trueline.capture.proof.state.tainted import quietly
+
+ZONE = "OTHER-13:37"
+"""13 hours and 37 minutes east of Greenwich, in a form that needs no table of zones."""
+_MARKS = {"decimal_point": ",", "thousands_sep": "'", "grouping": [3, 0], "currency_symbol": "XTL"}
+_FLAGS = sys.flags
+Block = Callable[[], AbstractContextManager[object]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProcessSetting:
+    """Something that is set for a process or machine."""
+
+    what: str
+    names: str
+    """Names in code that show that it may be read."""
+    others: tuple[Block, ...]
+    """Each sets it otherwise within a block."""
+    beside: str = ""
+    """A name that is in the code, too."""
+
+
+@contextmanager
+def _replace(*stands: tuple[Any, str, Any]) -> Iterator[None]:
+    with ExitStack() as stack:
+        for holder, name, value in stands:
+            if hasattr(holder, name):  # not everywhere, as sched_getaffinity
+                stack.callback(setattr, holder, name, getattr(holder, name))
+                setattr(holder, name, value)
+        yield
+
+
+@contextmanager
+def _other_zone() -> Iterator[None]:
+    before = os.environ.get("TZ")
+    try:
+        os.environ["TZ"] = ZONE
+        time.tzset()
+        yield
+    finally:
+        os.environ.pop("TZ", None)
+        if before is not None:
+            os.environ["TZ"] = before
+        time.tzset()
+
+
+def _other_locale() -> AbstractContextManager[None]:
+    def collate(one: str, other: str) -> int:
+        one, other = one.swapcase(), other.swapcase()
+        return (one > other) - (one < other)
+
+    return _replace(
+        (locale, "_setlocale", lambda category, wanted=None: "de_DE.UTF-8"),
+        (locale, "strcoll", collate),
+        (locale, "strxfrm", str.swapcase),
+        (locale, "_override_localeconv", _MARKS),
+    )
+
+
+class _OtherFlags:
+    """`sys.flags` of a Python that was started with other options."""
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(_FLAGS, name)
+        return not value if isinstance(value, bool) else int(not value) if isinstance(value, int) else value
+
+
+class _Version(tuple[Any, ...]):
+    """`sys.version_info` of another Python."""
+
+    __slots__ = ()
+
+    @property
+    def major(self) -> Any:
+        return self[0]
+
+    @property
+    def minor(self) -> Any:
+        return self[1]
+
+
+def _other_version(major: int, minor: int) -> AbstractContextManager[None]:
+    numbers = _Version((major, minor, 0, "final", 0))
+    return _replace(
+        (sys, "version_info", numbers),
+        (sys, "hexversion", major << 24 | minor << 16),
+        (sys, "version", f"{major}.{minor}.0"),
+    )
+
+
+def _other_machine() -> AbstractContextManager[None]:
+    count = (os.cpu_count() or 1) + 1
+    return _replace(
+        (os, "uname", lambda: os.uname_result(("Other", "other", "0", "other", "other"))),
+        (os, "sched_getaffinity", lambda process: set(range(count))),
+        (multiprocessing, "cpu_count", lambda: count),
+        (os, "getuid", lambda: 4242),
+        (os, "getgid", lambda: 4242),
+    )
+
+
+def _other_process() -> AbstractContextManager[None]:
+    process = SimpleNamespace(name="SpawnProcess-1", pid=424_242, daemon=True, authkey=b"", exitcode=None)
+    return _replace(
+        (multiprocessing, "current_process", lambda: process),
+        (sys, "argv", ["other.py", "one", "two"]),
+        (sys, "executable", "/other/python"),
+    )
+
+
+SETTINGS = (
+    ProcessSetting(
+        what="the time zone",
+        names="localtime ctime strftime mktime fromtimestamp timestamp astimezone tzname timezone altzone daylight",
+        others=(_other_zone,) if hasattr(time, "tzset") else (),
+    ),
+    ProcessSetting(
+        what="the locale", names="localeconv getlocale setlocale strcoll strxfrm locale", others=(_other_locale,)
+    ),
+    ProcessSetting(
+        what="the options with which Python was started",
+        names="flags",
+        beside="sys",
+        others=(lambda: _replace((sys, "flags", _OtherFlags())),),
+    ),
+    ProcessSetting(what="the process", names="argv executable current_process", others=(_other_process,)),
+    ProcessSetting(
+        what="the version of Python",
+        names="version_info hexversion version",
+        beside="sys",
+        others=(lambda: _other_version(2, 6), lambda: _other_version(99, 98)),
+    ),
+    ProcessSetting(
+        what="the platform", names="platform", beside="sys", others=(lambda: _replace((sys, "platform", "other")),)
+    ),
+    ProcessSetting(
+        what="the operating system", names="name", beside="os", others=(lambda: _replace((os, "name", "other")),)
+    ),
+    ProcessSetting(
+        what="the machine", names="uname sched_getaffinity cpu_count getuid getgid", others=(_other_machine,)
+    ),
+    ProcessSetting(
+        what="numpy's error state",
+        names="geterr seterr",
+        others=(lambda: np.errstate(all="ignore"), lambda: np.errstate(all="raise")),
+    ),
+    ProcessSetting(
+        what="how numpy prints numbers",
+        names="get_printoptions",
+        others=(lambda: np.printoptions(precision=3, suppress=True),),
+    ),
+)
+
+
+def find_setting_influence(question: Question) -> Influence | None:
+    """The first setting of the process that the model's code names and its answer depends on."""
+    codes = dict.fromkeys(code for _, code, _ in question.way)
+    names = frozenset[str]().union(*map(code_paths.names_in, codes))
+    used = [(one, names & set(one.names.split())) for one in SETTINGS if not one.beside or one.beside in names]
+    if not any(words for _, words in used):
+        return None
+    memento = Memento(explicit_state.users_own(question.eager.module))
+    with quietly():
+        for setting, words in used:
+            for other in setting.others if words else ():
+                with other():
+                    why = question.differs(memento)
+                if why:
+                    lines = (code_paths.find_line(question.way, word) for word in sorted(words))
+                    place = next((line for line in lines if line is not None), None)
+                    return Influence(path=setting.what, how=f"it answers differently where that is another ({why})",
+                                     place=place)  # fmt: skip
+    return None
