@@ -3,6 +3,7 @@ writes before it reads them, or a weight that each call puts within its limits (
 
 from collections.abc import Mapping, Sequence
 
+import numpy as np
 import torch
 
 from trueline.capture.model import explicit_state
@@ -44,9 +45,10 @@ def explain_change(eager: EagerSession) -> tuple[str, str]:
 def keeps_limits(eager: EagerSession) -> bool:
     """Whether the first call made of the weights what each call makes of them, whatever its input, and further calls
     leave them so: with other weights, two calls have the same effect and the same answer as one, on each of several
-    inputs."""
+    inputs. Not shown where inputs are whole numbers: which rows of a table a call changes may follow from them
+    (`torch.nn.Embedding(max_norm=1.0)`)."""
     weights = _changed_weights(eager)
-    if not weights:
+    if not weights or any(one.dtype.kind != "f" for one in eager.example.values()):
         return False
     kept = {name: one.detach().clone() for name, one in weights.items()}
     inputs = _vary(eager.example)
@@ -134,7 +136,7 @@ def _vary(example: Inputs) -> list[Inputs]:
         example,
         *(
             {
-                name: (one * by + more).astype(one.dtype) if one.dtype.kind == "f" else one
+                name: np.asarray(np.multiply(one, by) + more, one.dtype) if one.dtype.kind == "f" else one
                 for name, one in example.items()
             }
             for by, more in ((-2, 1), (0.01, 0), (1000, 7))

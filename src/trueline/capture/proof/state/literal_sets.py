@@ -112,6 +112,6 @@ class _GiveSets(ast.NodeTransformer):
         return node
 
 
-def _give(node: ast.AST) -> ast.AST:
+def _give(node: Any) -> ast.AST:
     call = ast.Call(func=ast.Name(id=REPLACE, ctx=ast.Load()), args=[node], keywords=[])
     return ast.copy_location(call, node)
