@@ -90,10 +90,6 @@ class ServerLink:
     async def route(self, routing: Routing, timeout_s: float = 60.0) -> None:
         await self.request(Call.ROUTE, routing, timeout_s=timeout_s)
 
-    async def greet(self) -> None:
-        """Returns when the server answers."""
-        await self.stats()
-
     async def stop(self, timeout_s: float = TIMEOUT_S) -> None:
         await self.request(Call.STOP, timeout_s=timeout_s)
 

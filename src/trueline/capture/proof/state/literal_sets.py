@@ -46,7 +46,7 @@ def _list_known(changed: dict[CodeType, Any]) -> Iterator[tuple[CodeType, tuple[
 
 @contextmanager
 def giving_sets(makers: Makers, replace: Callable[[Any], Any]) -> Iterator[None]:
-    """Within the block what `replace` returns of a set stands for it."""
+    """In this block the functions get `replace(made)` in place of each set that they make."""
     with ExitStack() as stack:
         for function, code in makers:
             stack.callback(setattr, function, "__code__", function.__code__)
