@@ -12,12 +12,12 @@ from trueline.errors import MissingPackage
 
 EXTRA_OF = {
     "torch": "train",
-    "blake3": "train",
     "pyarrow": "train",
     "onnx": "train",
     "onnxscript": "train",
     "pathspec": "train",
     "psutil": "train",
+    "xxhash": "train",
     "mlflow": "mlflow",
     "wandb": "wandb",
     "sqlalchemy": "sql",

@@ -291,7 +291,7 @@ def test_a_manifest_is_the_schema_the_time_the_step_the_facts_and_the_digests(tm
     path = checkpoint.write(tmp_path, step=3, state={"w": torch.ones(3)}, facts={"seed": 1})
     found = checkpoint.read_manifest(path)
     assert found == {
-        "schema": 2,
+        "schema": 3,
         "created": "2030-01-02T03:04:05Z",
         "step": 3,
         "seed": 1,

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import safetensors
 import safetensors.torch
 import torch
-from blake3 import blake3
+from xxhash import xxh3_128
 
 from trueline import clock, files
 from trueline.checkpoint import tree, weights_file
@@ -87,7 +87,7 @@ def write(
 
 
 def _parts(step: int, state: dict[str, Any] | Snapshot, facts: dict[str, Any], sealing: Callable[[], None]) -> Parts:
-    digest = blake3()
+    digest = xxh3_128()
     if isinstance(state, Snapshot):
         skeleton = state.skeleton
         yield TENSORS, _fill_from(state, digest)
@@ -100,13 +100,13 @@ def _parts(step: int, state: dict[str, Any] | Snapshot, facts: dict[str, Any], s
     yield MANIFEST, [json.dumps({"digest": files.sha256_bytes(text.encode()), "body": text}).encode()]
 
 
-def _hash_pieces(pieces: Iterable[bytes | memoryview], digest: blake3) -> Iterator[bytes | memoryview]:
+def _hash_pieces(pieces: Iterable[bytes | memoryview], digest: xxh3_128) -> Iterator[bytes | memoryview]:
     for piece in pieces:
         digest.update(piece)
         yield piece
 
 
-def _fill_from(snapshot: Snapshot, digest: blake3) -> Fill:
+def _fill_from(snapshot: Snapshot, digest: xxh3_128) -> Fill:
     """The safetensors file of a snapshot: its bytes are copied once, to where they are hashed and written from."""
     header, order = _safetensors_header(snapshot.layout)
     pending = [(snapshot.layout[i].nbytes, partial(snapshot.read_into, i)) for i in reversed(order)]

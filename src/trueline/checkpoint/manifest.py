@@ -12,15 +12,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from blake3 import blake3
+from xxhash import xxh3_128
 
 from trueline import events, files
 from trueline.errors import CheckpointError
 from trueline.storage.checkpoint_store import open_checkpoint_store
 from trueline.storage.location import Location, join_location, split_location
 
-SCHEMA = 2
-"""2: the digest of the tensors is of BLAKE3, which takes a third of the processor time of SHA-256."""
+SCHEMA = 3
+"""3: the digest of the tensors is of XXH3, which takes a tenth of the processor time of BLAKE3."""
 MANIFEST = "checkpoint.json"
 TENSORS = "state.safetensors"
 open_place = partial(open_checkpoint_store, seal=MANIFEST)
@@ -59,8 +59,9 @@ def read_body(path: Location) -> dict[str, Any]:
 
 
 def digest_file(path: Path) -> str:
-    """BLAKE3, 64 hex digits, as `b3sum` prints it. Source: github.com/BLAKE3-team/BLAKE3-specs."""
-    digest, room = blake3(), bytearray(1 << 20)
+    """XXH3 of 128 bits, 32 hex digits, as `xxhsum -H128` prints it. It finds damage, not a forger, who could write
+    another manifest as well. Source: github.com/Cyan4973/xxHash, doc/xxhash_spec.md."""
+    digest, room = xxh3_128(), bytearray(1 << 20)
     with path.open("rb", buffering=0) as file:
         while count := file.readinto(room):
             digest.update(memoryview(room)[:count])
@@ -76,7 +77,7 @@ def open_tensors(path: Location, digest: str) -> Iterator[Path]:
         with open_place(folder).fetch(name, TENSORS) as local:
             if digest_file(local) != digest:
                 raise CheckpointError(
-                    f"{file} was changed or torn: its BLAKE3 digest is not the one in {MANIFEST}",
+                    f"{file} was changed or torn: its XXH3 digest is not the one in {MANIFEST}",
                     hint="use another checkpoint of the job",
                 )
             yield local
