@@ -99,7 +99,7 @@ quick-programs: $(STAMP)
 quick-rooms: $(STAMP)
 	$(BIN)/python -m pytest -o cache_dir=$(CACHE)/$@ $(QUICK) $(ROOMS)
 
-test-jobs: $(STAMP)  ## whole jobs of elastic training in all their forms, and programs compiled to machine code
+test-jobs: $(STAMP)  ## whole jobs of elastic training in all their forms, further cases of the suite, and programs compiled to machine code
 	$(BIN)/python -m pytest -o cache_dir=$(CACHE)/suite-jobs -m 'jobs and not engines' $(call MARKED,jobs); $(call SUMMARY,jobs)
 
 mutants: $(STAMP)  ## deliberate faults in the modules that decide, and how many of a sample the tests catch; half an hour

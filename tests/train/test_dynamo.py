@@ -66,7 +66,9 @@ USES = (
 )
 
 
-@pytest.mark.parametrize("uses", [USES[:2], pytest.param(USES[2:], marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    "uses", [pytest.param(USES[:2], marks=pytest.mark.jobs), pytest.param(USES[2:], marks=pytest.mark.long)]
+)
 def test_whatever_else_is_used_of_it_is_the_real_one_and_runs_once(uses: tuple[str, ...]) -> None:
     check = f"""
 import os, torch.utils.checkpoint
@@ -97,6 +99,7 @@ print("real")
     assert run(EAGER + check) == "real"
 
 
+@pytest.mark.jobs
 def test_a_compiler_that_comes_later_leaves_alone_what_torch_had_disabled_before() -> None:
     check = """
 def step(x):

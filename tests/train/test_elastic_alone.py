@@ -138,6 +138,7 @@ def test_a_step_that_a_newer_view_has_made_futile_is_given_up_at_once_and_its_re
     assert job.certificates[1]["tally_max"] == job.certificates[1]["tally_min"] == 1
 
 
+@pytest.mark.jobs
 def test_a_loop_that_has_ended_leaves_no_socket_pipe_or_thread_in_a_process_that_trains_again():
     """A notebook trains many times; each time left gloo's listener, its epoll set, a pipe and three threads."""
 

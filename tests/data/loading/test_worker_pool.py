@@ -329,7 +329,7 @@ def trained(**options) -> torch.Tensor:
     return model.weight.detach()
 
 
-@pytest.mark.parametrize("micro_batch", [0, 2])
+@pytest.mark.parametrize("micro_batch", [0, pytest.param(2, marks=pytest.mark.jobs)])
 def test_training_with_readers_gives_the_same_weights(micro_batch):
     assert torch.equal(trained(readers=3, micro_batch=micro_batch), trained(micro_batch=micro_batch))
 

@@ -16,6 +16,7 @@ from torch.utils.data import TensorDataset
 
 from trueline.errors import UsageError
 from trueline.train.elastic import Elastic
+from worlds.cases import few
 
 pytestmark = pytest.mark.slow
 
@@ -76,7 +77,7 @@ def count(world: World) -> None:
 
 @pytest.mark.parametrize(
     ("make", "keep", "after", "why", "act"),
-    [
+    few([
         (World, None, clamp, "changes parameters itself after a step", "the step"),
         (World, AveragedModel, lambda world: world.kept.update_parameters(world.model), "AveragedModel", "ema="),
         (World, copy.deepcopy, average, r"another module \(Sequential\)", "JointOptimizer"),
@@ -84,7 +85,7 @@ def count(world: World) -> None:
         (World, None, slow_down, "sets the optimizer's numbers", "batch.step"),
         (Uses, lambda model: 0, count, "the loss of the same records is .* instead of", "batch.step or job.steps"),
         (Uses, lambda _: torch.zeros(()), lambda world: world.kept.copy_(world.inputs.mean()), "instead of", "buffer"),
-    ],
+    ], 3, pytest.mark.jobs),
     ids=["clamp", "swa", "second model", "tensors", "rate", "counter", "tensor"],
 )  # fmt: skip
 def test_what_a_worker_that_joins_would_not_have_is_refused_before_the_first_step(make, keep, after, why, act):
@@ -151,7 +152,7 @@ class Weighs(World):
 
 @pytest.mark.parametrize(
     ("make", "keep", "after", "why"),
-    [
+    few([
         (World, None, average_flat, "loop changes the loop's self.kept, an average or copy of the weights"),
         (World, None, average_arrays, "loop changes the loop's self.kept, an average or copy of the weights"),
         (World, None, make_average, r"another module \(AveragedModel\)"),
@@ -159,7 +160,7 @@ class Weighs(World):
         (Weighs, None, step_other, r"changes a tensor of shape \[1\] that the loss trains"),
         (Weighs, None, remember_later, "the loss of the same records is .* instead of"),
         (Weighs, "moves", lambda _: None, r"before job.step\(loss\) the loop changes the loop's self.average"),
-    ],
+    ], 3, pytest.mark.jobs),
     ids=["flat", "arrays", "made later", "callback", "beside", "later", "in the body"],
 )  # fmt: skip
 def test_averages_of_any_form_and_what_follows_from_them_are_refused_before_the_first_step(make, keep, after, why):

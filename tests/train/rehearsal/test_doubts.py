@@ -18,6 +18,7 @@ from trueline.errors import UsageError
 from trueline.train.elastic import Elastic
 from trueline.train.step import features
 from trueline.train.step.options import Options
+from worlds.cases import few
 
 pytestmark = pytest.mark.slow
 
@@ -78,7 +79,9 @@ def by_threshold(model: nn.Module, batch: Any) -> Tensor:
     return (off(model, batch) * usual).sum() * (1.0 / usual.sum())
 
 
-@pytest.mark.parametrize("loss_of", [by_count, by_index, rare_extra, rare_branch, by_threshold])
+@pytest.mark.parametrize(
+    "loss_of", few([by_count, by_index, rare_extra, rare_branch, by_threshold], 2, pytest.mark.jobs)
+)
 @pytest.mark.parametrize("looks", [True, False])
 def test_a_loss_that_counts_what_few_records_have_ends_before_the_step_that_has_it(loss_of, looks, monkeypatch):
     if not looks:  # as where a record shows nothing: what the loss divides by is left

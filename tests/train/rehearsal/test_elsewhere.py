@@ -29,6 +29,7 @@ from trueline.train.elastic import Elastic
 from trueline.train.rehearsal import elsewhere, pretence
 from trueline.train.settings import JobSettings
 from trueline.train.worker.recipe_trial import RecipeTrial
+from worlds.cases import few
 from worlds.recipes import untrained
 
 INPUTS = torch.randn(40, 4, generator=torch.Generator().manual_seed(0))
@@ -152,12 +153,16 @@ def test_a_loss_that_follows_from_the_time_or_from_entropy_is_refused_though_no_
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("scale", "what"),
-    [
-        *((one, r"os\.urandom") for one in OF_RARE_ENTROPY),
-        *((one, "the time") for one in OF_RARE_TIME),
-        *((one, "the number of its process") for one in OF_RARE_PROCESS),
-        *((one, "the name of its host or worker") for one in OF_RARE_HOST),
-    ],
+    few(
+        [
+            *((one, r"os\.urandom") for one in OF_RARE_ENTROPY),
+            *((one, "the time") for one in OF_RARE_TIME),
+            *((one, "the number of its process") for one in OF_RARE_PROCESS),
+            *((one, "the name of its host or worker") for one in OF_RARE_HOST),
+        ],
+        5,
+        pytest.mark.jobs,
+    ),
 )
 def test_a_branch_that_few_values_take_is_found_before_the_first_step(
     scale: Scale, what: str, monkeypatch: pytest.MonkeyPatch

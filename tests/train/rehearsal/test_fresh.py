@@ -18,6 +18,7 @@ from trueline.errors import UsageError
 from trueline.train.elastic import Elastic
 from trueline.train.settings import JobSettings
 from trueline.train.worker.recipe_trial import RecipeTrial
+from worlds.cases import few
 from worlds.recipes import untrained
 
 INPUTS = torch.randn(40, 4, generator=torch.Generator().manual_seed(0))
@@ -139,7 +140,7 @@ def try_recipe(loss: Loss) -> None:
 
 
 @pytest.mark.parametrize("run", [train, try_recipe])
-@pytest.mark.parametrize("make", REMEMBERING)
+@pytest.mark.parametrize("make", few(REMEMBERING, 3, pytest.mark.jobs))
 def test_what_a_loss_remembers_of_earlier_batches_is_refused_though_it_has_no_name(make, run):
     with pytest.raises(UsageError, match="once other batches were computed"):
         run(make())

@@ -16,6 +16,7 @@ from torch.utils.data import TensorDataset
 from trueline.errors import UsageError
 from trueline.train.elastic import Elastic
 from trueline.train.rehearsal import generators, places
+from worlds.cases import few
 
 INPUTS = torch.randn(120, 4, generator=torch.Generator().manual_seed(0))
 DATA = TensorDataset(INPUTS, INPUTS.sum(dim=1, keepdim=True))
@@ -57,7 +58,7 @@ MADE: list[tuple[Callable[[], Any], Callable[[Any], float]]] = [
 ]
 
 
-@pytest.mark.parametrize(("make", "draw"), MADE)
+@pytest.mark.parametrize(("make", "draw"), few(MADE, 2, pytest.mark.jobs))
 def test_a_step_that_draws_from_a_generator_of_the_loops_own_ends_before_it_is_applied(
     make: Callable[[], Any], draw: Callable[[Any], float]
 ) -> None:
@@ -66,7 +67,7 @@ def test_a_step_that_draws_from_a_generator_of_the_loops_own_ends_before_it_is_a
         train(lambda: draw(own))
 
 
-@pytest.mark.parametrize(("make", "draw"), MADE)
+@pytest.mark.parametrize(("make", "draw"), few(MADE, 2, pytest.mark.jobs))
 def test_a_loop_whose_losses_do_not_follow_from_what_it_draws_trains(
     make: Callable[[], Any], draw: Callable[[Any], float]
 ) -> None:

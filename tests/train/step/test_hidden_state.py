@@ -104,7 +104,7 @@ def loop(part: Callable[[], nn.Module], optimizer: Any = torch.optim.SGD, batch:
     "run",
     [
         pytest.param(loop(Centred), id="a moving mean", marks=pytest.mark.long),
-        pytest.param(loop(Forgetful), id="a moving mean that is not in the state_dict"),
+        pytest.param(loop(Forgetful), id="a moving mean that is not in the state_dict", marks=pytest.mark.jobs),
         pytest.param(loop(spectral, batch=4), id="power iterations, and a worker without records"),
         pytest.param(
             loop(Codebook, reduction="mean", micro_batch=4), id="a codebook by shards", marks=pytest.mark.long

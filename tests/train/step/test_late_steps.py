@@ -18,6 +18,7 @@ from trueline.train.settings import JobSettings
 from trueline.train.step.options import Options
 from trueline.train.step.parts import late_steps
 from trueline.train.worker.recipe_trial import RecipeTrial
+from worlds.cases import few
 from worlds.recipes import untrained
 
 pytestmark = pytest.mark.slow
@@ -69,7 +70,7 @@ AT_A_STEP: list[Loss] = [
 ]
 
 
-@pytest.mark.parametrize("loss", AT_A_STEP)
+@pytest.mark.parametrize("loss", few(AT_A_STEP, 2, pytest.mark.jobs))
 def test_a_loss_that_compares_records_from_a_later_step_on_is_refused_before_the_first(loss: Loss) -> None:
     with pytest.raises(UsageError, match=r"in step \d+, the loss of \d+ records .* is not made of its parts"):
         train(loss)
@@ -135,7 +136,7 @@ BOUND: list[Loss] = [
 ]
 
 
-@pytest.mark.parametrize("loss", BOUND)
+@pytest.mark.parametrize("loss", few(BOUND, 2, pytest.mark.jobs))
 def test_a_bound_of_what_a_batch_is_reduced_to_is_found_though_no_batch_has_met_it(loss: Loss) -> None:
     with pytest.raises(UsageError, match=r"beyond a bound .* is not made of its parts"):
         train(loss)
@@ -151,7 +152,7 @@ UNHARMED: list[Loss] = [
 ]
 
 
-@pytest.mark.parametrize("loss", UNHARMED)
+@pytest.mark.parametrize("loss", few(UNHARMED, 2, pytest.mark.jobs))
 def test_bounds_of_single_records_and_of_weights_and_curricula_of_means_train(loss: Loss) -> None:
     job = train(loss)
     assert (job.steps, job._traits.reduction, job._plan.micro_batch) == (20, "mean", 0)

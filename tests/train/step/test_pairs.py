@@ -80,11 +80,14 @@ def expect_the_same(run: Callable[[], Any]) -> None:
 @pytest.mark.parametrize(
     "run",
     [
-        loop(lambda: line().eval()),
-        loop(line, lambda model, inputs: torch.nn.functional.linear(inputs, model.weight, model.bias)),
-        loop(line, lambda model, inputs: model(inputs) + model(2 * inputs)),
+        pytest.param(loop(lambda: line().eval()), id="in evaluation mode", marks=pytest.mark.jobs),
+        pytest.param(
+            loop(line, lambda model, inputs: torch.nn.functional.linear(inputs, model.weight, model.bias)),
+            id="not as model(...)",
+            marks=pytest.mark.jobs,
+        ),
+        pytest.param(loop(line, lambda model, inputs: model(inputs) + model(2 * inputs)), id="twice"),
     ],
-    ids=["in evaluation mode", "not as model(...)", "twice"],
 )
 def test_however_the_loop_calls_its_model_the_gradients_of_all_workers_count(run):
     expect_the_same(run)

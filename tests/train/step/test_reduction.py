@@ -19,6 +19,7 @@ from trueline.train.elastic import Elastic
 from trueline.train.step.options import Options
 from trueline.train.step.plan import JobPlan
 from trueline.train.step.reduction import as_scalar, as_weight
+from worlds.cases import few
 from worlds.groups import together
 
 RECORDS, BATCH, STEPS = 60, 12, 10
@@ -153,7 +154,8 @@ def train_all(size: int, runs: list[Any]) -> list[list[Any]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("size", [1, *(pytest.param(size, marks=pytest.mark.jobs) for size in (2, 5))])
+@pytest.mark.jobs
+@pytest.mark.parametrize("size", [1, 2, 5])
 def test_one_two_and_five_workers_train_as_plain_torch_does_with_the_whole_batch(size):
     found = train_all(size, [loop(*known[:3]) for known in KNOWN.values()])
     for (model, kind, loss, how), members in zip(KNOWN.values(), found, strict=True):
@@ -177,7 +179,8 @@ DRAWING: dict[str, Any] = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("size", [2, pytest.param(5, marks=pytest.mark.jobs)])
+@pytest.mark.jobs
+@pytest.mark.parametrize("size", [2, 5])
 def test_draws_and_whole_shards_do_not_depend_on_the_workers(size):
     named = {"numpy": {"reduction": "mean"}, "in the batch": {"reduction": "mean", "micro_batch": 4}}
     runs = [loop(*given, **named.get(name, {})) for name, given in DRAWING.items()]
@@ -231,7 +234,7 @@ REFUSED: dict[str, Any] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.parametrize("name", few(REFUSED, 4, pytest.mark.jobs))
 def test_what_cannot_be_made_equal_is_refused_before_the_first_step(name):
     *given, words = REFUSED[name]
     with pytest.raises(UsageError, match=words) as raised:
