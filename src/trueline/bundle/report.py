@@ -35,7 +35,7 @@ svg { width: 100%; min-width: 480px; max-width: 620px; height: auto; display: bl
 svg text { font: 11px system-ui, sans-serif; fill: var(--dim); } details summary { cursor: pointer; }
 .wide th, .wide td { padding-right: 12px; } .wide td:last-child { min-width: 4em; }
 .wide th:first-child, .wide td:first-child { position: sticky; left: 0; background: var(--card); }
-@media (max-width: 560px) { svg { min-width: 0; } svg text { font-size: 16px; }
+@media (max-width: 560px) { svg { min-width: 0; } svg text { font-size: 14px; }
   .wide td:first-child { white-space: normal; overflow-wrap: anywhere; min-width: 8em; } }
 .matrix td:last-child { min-width: 0; white-space: nowrap; }
 .matrix td, .matrix th { padding: 3px 8px; text-align: right; border: 1px solid var(--line); }
