@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import msgspec
 import numpy as np
@@ -13,9 +14,10 @@ import pytest
 import trueline
 from trueline.bundle import open_bundle
 from trueline.cli import app
-from trueline.compress import refine
+from trueline.compress import api, refine
 from trueline.compress import search as searching
 from trueline.compress.candidate import CompressedCandidate
+from trueline.compress.method import parse_budget
 from trueline.errors import BudgetMissed, BundleError, NotProven, RecipeError, RequestError, UsageError
 from trueline.files import sha256_file
 from trueline.runtime.open import open_program, replay
@@ -59,6 +61,8 @@ def test_the_smallest_that_keeps_the_budget_is_sealed_and_proven_and_the_parent_
     page = found.report.read_text()
     assert "<script" not in page
     assert "static:s8s8,minmax" in page
+    assert f"Sealed: <b>{found.row.name}</b>" in page
+    assert report["chosen"] == found.row.name
 
 
 def test_golden_records_prove_what_was_accepted_and_refuse_another_program(
@@ -201,6 +205,16 @@ def test_a_request_that_cannot_be_kept_is_one_clear_error(
     with pytest.raises(error, match=words):
         trueline.compress(trained.bundle.path, out=out, **changes)
     assert not out.exists()
+
+
+@pytest.mark.parametrize("records", [400, 600, 1000, 1351])
+def test_the_budget_that_a_refused_one_is_told_to_take_is_not_refused(records: int) -> None:
+    answers = SimpleNamespace(values=np.ones(records))
+    reference = SimpleNamespace(answers=answers, budget=parse_budget("accuracy=0.01%"), count=records)
+    with pytest.raises(UsageError, match="cannot be promised") as refused:
+        api._check_promise(reference)  # type: ignore[arg-type]
+    reference.budget = parse_budget(refused.value.hint.partition("--budget ")[2])
+    api._check_promise(reference)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

@@ -37,3 +37,31 @@ def test_table_values_and_page_mark_the_front() -> None:
     assert report.as_facts(ROWS, {})["front"] == ["exact", "fast", "small", "the same as fast"]
     page = report.as_page(ROWS, {"name": "digits", "budget_amount": 0.05})
     assert page.count("stroke-opacity") == 4
+
+
+FACTS = {"name": "digits", "target": "latency", "metric": "accuracy", "budget": "accuracy=0.05", "budget_amount": 0.05}
+
+
+def test_the_page_says_what_was_sealed_and_what_it_has_lost() -> None:
+    page = report.as_page([*ROWS, row("worst", 0.9, 9.0, 9, why="ruined: worst: <b>")], {**FACTS, "chosen": "fast"})
+    assert "Sealed: <b>fast</b>" in page
+    assert "+0.0200 lost, 0.0200 at most" in page
+    assert page.count("<td>sealed</td>") == 1
+    ruined = report.as_page(
+        [row("worst", 0.9, 9.0, 9, why="ruined: worst: <b>")], {**FACTS, "budget_amount": None, "chosen": "worst"}
+    )
+    assert "<p class=bad>ruined: worst: &lt;b&gt;</p>" in ruined
+    assert "None" not in ruined
+
+
+def test_the_page_says_that_nothing_is_sealed_and_why_none_is_faster() -> None:
+    page = report.as_page(ROWS, {**FACTS, "chosen": "", "none_is_faster": "a call takes 9 us"})
+    assert "Nothing is sealed" in page
+    assert page.count("None is faster: a call takes 9 us") == 1
+    assert "<td>sealed</td>" not in page
+
+
+def test_columns_without_text_are_not_on_the_page() -> None:
+    page = report.as_page(ROWS, FACTS)
+    assert "<th>x fp32</th>" not in page  # no row has times
+    assert "<th>size</th>" in page

@@ -23,6 +23,7 @@ _CSS = """
 * { box-sizing: border-box; }
 body { margin: 0; background: var(--back); color: var(--ink); font: 14px/1.5 system-ui, sans-serif; }
 main { max-width: 980px; margin: 0 auto; padding: 24px 16px 48px; }
+.wide main { max-width: 1360px; }
 h1 { font-size: 22px; margin: 0 0 2px; } h2 { font-size: 16px; margin: 0 0 8px; }
 section { background: var(--card); border: 1px solid var(--line); border-radius: 8px;
   padding: 14px 16px; margin-top: 16px; overflow-x: auto; }
@@ -32,6 +33,10 @@ th { text-align: left; font-weight: 500; color: var(--dim); } th, td { padding: 
 td { white-space: nowrap; } td:last-child { white-space: normal; overflow-wrap: anywhere; min-width: 9em; }
 svg { width: 100%; min-width: 480px; max-width: 620px; height: auto; display: block; }
 svg text { font: 11px system-ui, sans-serif; fill: var(--dim); } details summary { cursor: pointer; }
+.wide th, .wide td { padding-right: 12px; } .wide td:last-child { min-width: 4em; }
+.wide th:first-child, .wide td:first-child { position: sticky; left: 0; background: var(--card); }
+@media (max-width: 560px) { svg { min-width: 0; } svg text { font-size: 14px; }
+  .wide td:first-child { white-space: normal; overflow-wrap: anywhere; min-width: 8em; } }
 .matrix td:last-child { min-width: 0; white-space: nowrap; }
 .matrix td, .matrix th { padding: 3px 8px; text-align: right; border: 1px solid var(--line); }
 code { font: 12px ui-monospace, monospace; overflow-wrap: anywhere; }
@@ -84,12 +89,13 @@ def _columns(bundle: Bundle) -> list[str]:
     return [] if fitted is None else [section("Columns of a record", table(HEAD, rows_of(fitted)))]
 
 
-def document(title: str, content: str) -> str:
-    """A whole page with the looks of this one. `content` is HTML."""
+def document(title: str, content: str, *, wide: bool = False) -> str:
+    """A whole page with the looks of this one. `content` is HTML; `wide`: it has a table of many columns."""
     return (
         "<!doctype html>\n<html lang=en><head><meta charset=utf-8>"
         '<meta name=viewport content="width=device-width, initial-scale=1">'
-        f"<title>{text(title)}</title><style>{_CSS}</style></head><body><main>{content}</main></body></html>\n"
+        f"<title>{text(title)}</title><style>{_CSS}</style></head><body{' class=wide' * wide}>"
+        f"<main>{content}</main></body></html>\n"
     )
 
 

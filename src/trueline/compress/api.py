@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import math
 import shutil
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -117,8 +119,24 @@ def compress(
     reference = _open_reference(parent, recipe, wanted)
     chains = sort_chains(make_plans(reference, wishes))
     search = _open_search(reference, place, target, methods, chains)
-    _run(search, chains, CandidateOrder(search, methods, bool(chains), budget is not None), shares)
-    return _finish(search, place)
+    with _announcing(search):
+        _run(search, chains, CandidateOrder(search, methods, bool(chains), budget is not None), shares)
+        return _finish(search, place)
+
+
+@contextmanager
+def _announcing(search: Search) -> Iterator[None]:
+    """Says where the best so far is if the search is stopped. Raises StorageError for a full disk."""
+    try:
+        yield
+    except (KeyboardInterrupt, StorageError):
+        search.announce_best()
+        raise
+    except OSError as error:
+        if error.errno not in (*files.NO_ROOM, errno.EFBIG):
+            raise
+        search.announce_best()
+        raise files.storage_error(error, search.folder) from error
 
 
 def _run(search: Search, chains: Sequence[Sequence[DerivePlan]], order: CandidateOrder, shares: TimeShares) -> None:
@@ -127,15 +145,11 @@ def _run(search: Search, chains: Sequence[Sequence[DerivePlan]], order: Candidat
     def quantize(base: str) -> None:
         shares.try_early(partial(search.try_each, order.list_next(base)))
 
-    try:
-        if order.competes:
-            prepare_first(search, chains)
-            shares.try_early(partial(search.try_each, order.list_early()))
-        derive_bundles(search, chains, lambda: shares.trainings_end, quantize)
-        search.run_until(shares.end, order.list_all())
-    except (KeyboardInterrupt, StorageError):
-        search.announce_best()
-        raise
+    if order.competes:
+        prepare_first(search, chains)
+        shares.try_early(partial(search.try_each, order.list_early()))
+    derive_bundles(search, chains, lambda: shares.trainings_end, quantize)
+    search.run_until(shares.end, order.list_all())
 
 
 def _finish(search: Search, place: Path) -> Compressed:
@@ -157,6 +171,7 @@ def _finish(search: Search, place: Path) -> Compressed:
         best = search.rows[best.name] = msgspec.structs.replace(best, why=f"ruined: {ruined}")
     if best is None and (why := explain_no_gain(search)):
         facts["none_is_faster"] = why
+    facts["chosen"] = best.name if best is not None else ""
     report = _write_report(search, facts)
     if best is None:
         raise _make_missed(search, facts, report)
@@ -251,12 +266,22 @@ def _check_promise(reference: Reference) -> None:
     least = gate.paired_bound(0, 0, reference.count)
     if least <= budget.amount:
         return
-    needed = gate.count_records(budget.amount)
+    needed, enough = gate.count_records(budget.amount), _round_up(100 * least)
     raise UsageError(
         f"{budget.text} cannot be promised with {reference.count} evaluation records: even if no decision changes, up "
         f"to {least:.4f} may be lost (95 % confidence); it needs at least {needed} records",
-        hint=f"give dataset('evaluation') more records, or allow more: --budget {budget.metric}={100 * least:.2g}%",
+        hint=f"give dataset('evaluation') more records, or allow more: --budget {budget.metric}={enough}%",
     )
+
+
+def _round_up(amount: float) -> str:
+    """With two digits, and not less.
+
+    >>> _round_up(0.6718), _round_up(0.27), _round_up(21.3)
+    ('0.68', '0.27', '22')
+    """
+    unit = 10.0 ** (math.floor(math.log10(amount)) - 1)
+    return f"{math.ceil(round(amount / unit, 6)) * unit:.2g}"
 
 
 def _open_search(

@@ -68,7 +68,7 @@ def as_table(rows: Iterable[CompressedCandidate]) -> str:
     ordered = sort_rows(rows)
     front = find_front(ordered)
     lines = [HEADS, *(cells(row, front) for row in ordered)]
-    used = [at for at in range(len(HEADS)) if any(line[at] for line in lines[1:])]
+    used = find_used(lines[1:])
     widths = [max(len(line[at]) for line in lines) for at in used]
     text = ["  ".join(line[at].ljust(width) for at, width in zip(used, widths, strict=True)).rstrip() for line in lines]
     text += [f"  {row.name}: {reason}" for row in ordered if (reason := reasons(row))]
@@ -86,20 +86,72 @@ def as_facts(rows: Iterable[CompressedCandidate], facts: Mapping[str, Any]) -> d
 
 
 def as_page(rows: Iterable[CompressedCandidate], facts: Mapping[str, Any]) -> str:
-    """One HTML page: the request, the plot of loss over speed, the table, the reasons."""
-    ordered = sort_rows(rows)
+    """One HTML page: what was sealed, the plot of loss over speed, the table, the reasons, the request.
+    `facts["chosen"]` names the candidate that was sealed; empty or not there: none was."""
+    ordered, chosen = sort_rows(rows), facts.get("chosen") or ""
     title = f"{facts.get('name', 'bundle')}: compressed"
     front = find_front(ordered)
-    asked = [(key.replace("_", " "), value) for key, value in facts.items() if not isinstance(value, dict | list)]
+    lines = [cells(row, front) for row in ordered]
+    at = HEADS.index("verdict")
+    lines = [(*line[:at], "sealed", *line[at + 1 :]) if line[0] == chosen else line for line in lines]
+    used = find_used(lines)
     parts = [
-        page.section("Request", page.table(("", ""), asked)),
-        page.section("Lost metric over speed", plot(ordered, facts.get("budget_amount"))),
-        page.section("Candidates", page.table(HEADS, [cells(row, front) for row in ordered])),
+        f"<h1>{page.text(title)}</h1><div class=dim>for {page.text(facts.get('target', 'latency'))}, budget "
+        f"{page.text(facts.get('budget', ''))}</div>",
+        page.section("Result", *_result(ordered, facts)),
+        page.section("Lost metric over speed", plot(ordered, facts.get("budget_amount")), _LEGEND),
+        page.section(
+            "Candidates",
+            page.table([HEADS[at] for at in used], [[line[at] for at in used] for line in lines]),
+            _COLUMNS,
+        ),
         page.section(
             "Notes", page.table(("candidate", "reason"), [(row.name, reasons(row)) for row in ordered if reasons(row)])
         ),
+        page.section("Request", page.table(("", ""), _request(facts))),
     ]
-    return page.document(title, "".join(parts))
+    return page.document(title, "".join(parts), wide=True)
+
+
+_LEGEND = (
+    "<p class=dim><span class=good>●</span> offered <span class=bad>●</span> over the budget, whose bound is the red "
+    "line <span>●</span> no gain. A ring: on the Pareto front. Across: times the parent's speed at batch 1, which the "
+    "upright line marks; up: the most that is lost of the metric (95 %).</p>"
+)
+_COLUMNS = (
+    "<p class=dim>lost, at most: of the metric, and its bound (95 %). changed: records whose decision is another one. "
+    "int8: heavy operators in int8, of all. batch 1 ms, p99, large ms: of a call with one record, and with many. "
+    "x fp32, x eager: times as fast as the parent in its runtime, and as the model in PyTorch. front (*): no other "
+    "candidate is better in loss, speed, size and memory at once.</p>"
+)
+
+
+def _result(rows: Sequence[CompressedCandidate], facts: Mapping[str, Any]) -> Iterable[str]:
+    row = next((one for one in rows if one.name == facts.get("chosen")), None)
+    if row is None:
+        yield "<p>Nothing is sealed: no candidate keeps the budget and is better for the target.</p>"
+        if why := facts.get("none_is_faster"):
+            yield f"<p>None is faster: {page.text(why)}</p>"
+        return
+    lost = f"{facts.get('metric', 'metric')} {_number(row.metric, '{:.4f}')}, {_number(row.loss, '{:+.4f}')} lost, "
+    speed = f"; {row.vs_fp32[min(row.vs_fp32)]:.2f} times as fast as the parent" if row.vs_fp32 else ""
+    bound = f"{_number(row.loss_high, '{:.4f}')} at most (95 %); {_bytes(row.size_bytes)}"
+    yield f"<p>Sealed: <b>{page.text(row.name)}</b>. {page.text(lost + bound + speed)}.</p>"
+    if row.why:
+        yield f"<p class={'bad' if row.why.startswith('ruined') else 'warn'}>{page.text(row.why)}</p>"
+
+
+def _request(facts: Mapping[str, Any]) -> list[tuple[str, object]]:
+    hidden = ("budget_amount", "none_is_faster", "chosen")
+    shown = {key: value for key, value in facts.items() if key not in hidden and not isinstance(value, dict | list)}
+    return [
+        (key.replace("_", " "), f"{value:.6g}" if isinstance(value, float) else value) for key, value in shown.items()
+    ]
+
+
+def find_used(lines: Sequence[Sequence[str]]) -> list[int]:
+    """Places of the columns in which a line has text."""
+    return [at for at in range(len(HEADS)) if any(line[at] for line in lines)]
 
 
 def reasons(row: CompressedCandidate) -> str:
@@ -130,7 +182,8 @@ def plot(rows: Sequence[CompressedCandidate], budget: float | None) -> str:
     if finite:
         at = y(budget)
         content += f'<line x1="{page.LEFT}" x2="{page.WIDTH}" y1="{at:.1f}" y2="{at:.1f}" stroke="var(--bad)"/>'
-    for speed, loss, row in dots:
+    content += f'<line x1="{x(1):.1f}" x2="{x(1):.1f}" y1="10" y2="{y(0):.1f}" stroke="var(--line)"/>'
+    for speed, loss, row in sorted(dots, key=lambda dot: dot[2].verdict == "offered"):  # what is offered lies on top
         color = "good" if row.verdict == "offered" else "bad" if row.verdict == "over budget" else "dim"
         ring = f' stroke="var(--{color})" stroke-width="5" stroke-opacity="0.35"' if row.name in front else ""
         content += (

@@ -35,7 +35,7 @@ from trueline.compress.measure.memory import measure_memory
 from trueline.compress.measure.reference import EAGER, PARENT, Reference
 from trueline.compress.method import UNCHANGED, CompressMethod, Target, file_of
 from trueline.compress.refine import Refiner
-from trueline.errors import MissingPackage, NotProven, StorageError, TruelineError
+from trueline.errors import NotProven, StorageError, TruelineError
 from trueline.runtime.openvino import shape_inputs
 from trueline.runtime.session import HAS_FIXED, Session
 
@@ -146,8 +146,8 @@ class Search:
             raise
         except TruelineError as error:
             self._check_room(error)
-            install = f"; {error.hint}" if isinstance(error, MissingPackage) else ""
-            row = _row_of(method, verdict="failed", why=f"{error.message}{install}")
+            why = "; ".join(filter(None, (error.message, error.hint)))
+            row = _row_of(method, verdict="failed", why=why)
         except OSError as error:
             raise files.storage_error(error, self.folder) from error
         row = msgspec.structs.replace(row, seconds=round(self.clock() - began, 2))

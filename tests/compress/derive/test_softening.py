@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,7 +15,14 @@ from torch.nn import functional
 
 from trueline.compress.derive import taught
 from trueline.compress.derive.plan import DerivePlan
-from trueline.compress.derive.softening import TO_FOLLOW, TO_LEAN_ON, choose_temperature, find_class_axis, soften
+from trueline.compress.derive.softening import (
+    TO_FOLLOW,
+    TO_LEAN_ON,
+    choose_temperature,
+    find_class_axis,
+    soften,
+    tell_yes_or_no,
+)
 from trueline.compress.measure.records import open_records
 from trueline.recipe.load import load_recipe
 from trueline.runtime.open import open_program
@@ -75,6 +84,30 @@ def test_what_the_loss_does_not_see_tells_where_the_classes_are() -> None:
     assert [find_class_axis(loss, outputs) for loss, outputs, _ in cases] == [axis for _, _, axis in cases]
 
 
+def test_a_loss_tells_elements_that_decide_alone_as_logits_or_probabilities() -> None:
+    draw = torch.Generator().manual_seed(0)
+    logits, labels = 5 * torch.randn(8, 3, generator=draw), torch.randint(0, 2, (8, 3), generator=draw).float()
+    likely, one_of, weights = logits.sigmoid(), logits.softmax(1), torch.rand(8, 3, generator=draw)
+    entropy_of, of_logits = functional.binary_cross_entropy, functional.binary_cross_entropy_with_logits
+    cases: list[tuple[Loss, torch.Tensor, str]] = [
+        (lambda made: of_logits(made, labels), logits, "logits"),
+        (lambda made: of_logits(made, labels, reduction="none"), 100 * logits, "logits"),
+        (lambda made: of_logits(made, labels, weight=weights, pos_weight=torch.full((3,), 9.0)), logits, "logits"),
+        (lambda made: of_logits(made, 0.8 * labels + 0.1), logits, "logits"),
+        (lambda made: of_logits(made, labels[:, 0]), logits[:, 0], "logits"),
+        (lambda made: entropy_of(made, labels), likely, "probabilities"),
+        (lambda made: entropy_of(made, labels, weight=weights, reduction="sum"), likely, "probabilities"),
+        (lambda made: -(labels * made.log()).sum(1), one_of, ""),
+        (lambda made: functional.mse_loss(made, labels), logits, ""),
+        (lambda made: functional.mse_loss(made, labels), likely, ""),
+        (lambda made: functional.soft_margin_loss(made, 2 * labels - 1) + functional.l1_loss(made, labels), logits, ""),
+        (lambda made: functional.relu(1 - made * (2 * labels - 1)), logits, ""),
+        (lambda made: functional.cross_entropy(made, labels.argmax(1)), logits, ""),
+        (lambda made: functional.nll_loss(made, labels.argmax(1)), functional.log_softmax(logits, 1), ""),
+    ]
+    assert [tell_yes_or_no(loss, outputs) for loss, outputs, _ in cases] == [kind for _, _, kind in cases]
+
+
 def test_a_student_with_a_third_of_the_parameters_follows_its_teacher_and_a_tiny_one_leans_on_it(
     tmp_path: Path,
 ) -> None:
@@ -96,6 +129,39 @@ def test_a_student_with_a_third_of_the_parameters_follows_its_teacher_and_a_tiny
     assert able.name == f"distill:{able.temperature:g}"
     numbers = soften(plan, program, records, lambda outputs, _: (outputs["output"] ** 2).mean(), size=1.0)
     assert (numbers, numbers.name) == (plan, "distill")
+
+
+@pytest.mark.parametrize("shape", [(1000, 1), (1000,)])
+@pytest.mark.parametrize("kind", ["logits", "probabilities"])
+def test_a_yes_or_no_is_softened_as_two_classes(tmp_path: Path, shape: tuple[int, ...], kind: str) -> None:
+    made = compressible.make(tmp_path)
+    records = open_records(load_recipe(made.recipe), "training", open_program(made.bundle).signature)
+    logits = 5 * torch.randn(shape, generator=torch.Generator().manual_seed(0))
+
+    class Decides:
+        signature = SimpleNamespace(
+            outputs=[SimpleNamespace(name="y", shape=("batch", *shape[1:]), dtype=np.dtype("f4"))]
+        )
+        done = 0
+
+        def run(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
+            at, self.done = self.done % 1000, self.done + len(inputs["input"])
+            found = logits[at : at + len(inputs["input"])]
+            return {"y": (found.sigmoid() if kind == "probabilities" else found).numpy()}
+
+    def loss(outputs: Mapping[str, Any], labels: torch.Tensor) -> torch.Tensor:
+        found, wanted = torch.from_numpy(outputs["y"]), (labels % 2).float().reshape(-1, *shape[1:])
+        if kind == "probabilities":
+            return functional.binary_cross_entropy(found, wanted)
+        return functional.binary_cross_entropy_with_logits(found, wanted)
+
+    folder = taught.write_answers(tmp_path / "answers", Decides(), records, "x")  # type: ignore[arg-type]
+    plan = DerivePlan(kind="taught", recipe="", answers=str(folder))
+    soft = soften(plan, Decides(), records, loss, size=1 / 3)  # type: ignore[arg-type]
+    assert (soft.yes_or_no, soft.classes, soft.share) == (kind, 0, TO_FOLLOW[1])
+    two = np.stack([logits.flatten().numpy(), np.zeros(1000, np.float32)], axis=1)
+    assert soft.temperature == pytest.approx(choose_temperature(two, 1, TO_FOLLOW[0]), rel=0.05)
+    assert soft.name == f"distill:{soft.temperature:g}"
 
 
 def test_the_plan_stands_in_the_file_of_its_recipe(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -67,6 +68,19 @@ def test_classes_of_each_pixel_are_taught_along_their_axis() -> None:
     labels, answers, drawn = torch.zeros(2, 4, 5, dtype=torch.int64), torch.randn(2, 3, 4, 5), torch.randn(2, 1, 4, 5)
     assert loss(answers + drawn, (labels, answers)).item() == pytest.approx(0.0, abs=1e-5)
     assert loss(answers + drawn * torch.randn(2, 3, 1, 1), (labels, answers)) > 0.01
+
+
+def test_a_yes_or_no_is_taught_as_two_classes_by_its_logit_or_its_probability() -> None:
+    zero, logits, labels = torch.zeros(6, 1), 3 * torch.randn(6, 1), torch.ones(6, 1)
+    outputs, answers = (torch.cat([one, 0 * one], dim=1) for one in (logits + 1, logits))
+    wanted = taught.make_loss(lambda outputs, labels: outputs.sum() * 0, plan(1.0))(outputs, (labels, answers))
+    for kind, form in (("logits", torch.Tensor.clone), ("probabilities", torch.sigmoid)):
+        alone = msgspec.structs.replace(plan(1.0, classes=0), yes_or_no=kind)
+        loss = taught.make_loss(lambda outputs, labels: outputs.sum() * 0, alone)
+        assert loss(form(logits + 1), (labels, form(logits))).item() == pytest.approx(wanted.item(), rel=1e-3)
+        assert loss(form(logits), (labels, form(logits))).item() == pytest.approx(0.0, abs=1e-6)
+        sure = loss(form(zero + 30), (labels, form(zero - 30)))  # beyond what float32 tells from 0 and 1
+        assert 0 < sure.item() < 100
 
 
 def test_a_function_of_the_students_recipe_takes_the_place_of_the_distance(tmp_path: Path) -> None:

@@ -28,6 +28,7 @@ from onnx import helper, numpy_helper
 from trueline.compress.apply.choose import MOVES
 from trueline.compress.apply.contract import ParentProgram
 from trueline.compress.apply.graph import fold, save
+from trueline.compress.apply.kept_floats import keep_floats
 
 KEPT = "it was trained for int8: the scales that it rounds by are kept, whatever ranges are named"
 Floats = npt.NDArray[np.float64]
@@ -118,6 +119,7 @@ def write_with_own_scales(program: ParentProgram, exclude: Iterable[str], out: P
     read = {name for node in nodes for name in node.input} | {one.name for one in model.graph.output}
     for weight in [one for one in model.graph.initializer if one.name not in read]:
         model.graph.initializer.remove(weight)
+    keep_floats(model)
     save(model, out)
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
-from typing import final
+from typing import Any, final
 
 import onnx
 from onnxruntime.quantization import CalibrationMethod, QuantFormat, QuantType, quantize_static
@@ -21,6 +21,7 @@ from trueline.compress.apply.choose import MOVES, choose_operators, list_left
 from trueline.compress.apply.contract import ParentProgram
 from trueline.compress.apply.equalize import equalize
 from trueline.compress.apply.graph import is_large, quiet, save
+from trueline.compress.apply.kept_floats import keep_floats
 from trueline.compress.apply.own_scales import KEPT, keeps_scales, write_with_own_scales
 from trueline.compress.apply.saturation import NARROW, saturates
 from trueline.compress.measure.kernels import Kernels, walk
@@ -59,7 +60,7 @@ class StaticQuantizer:
                     calibration_cache_path=cache, use_external_data_format=is_large(program.path),
                     extra_options={"ActivationSymmetric": signs == "s8s8", "MatMulConstBOnly": True},
                 )  # fmt: skip
-                _widen_answers(out, chosen)
+                _finish(out, chosen)
         except TruelineError:
             raise
         except Exception as error:
@@ -73,10 +74,16 @@ class StaticQuantizer:
         return "not quantized: the runtime computes every heavy operator in float32"
 
 
-def _widen_answers(path: Path, chosen: set[str]) -> None:
+def _finish(path: Path, chosen: set[str]) -> None:
+    model = onnx.load(path)
+    _widen_answers(model, chosen)
+    keep_floats(model)
+    save(model, path)
+
+
+def _widen_answers(model: Any, chosen: set[str]) -> None:
     """Takes away the rounding of products that no operator in int8 reads: their kernels add up in int32 and write
     float32 at no cost, and 256 levels for the answers of a last layer make its largest ones equal."""
-    model = onnx.load(path)
     readers = defaultdict(list)
     for node in model.graph.node:
         for name in node.input:
@@ -94,4 +101,3 @@ def _widen_answers(path: Path, chosen: set[str]) -> None:
     read = {name for node in walk(model.graph) for name in node.input} | {one.name for one in model.graph.output}
     for weight in [one for one in model.graph.initializer if one.name not in read]:
         model.graph.initializer.remove(weight)
-    save(model, path)

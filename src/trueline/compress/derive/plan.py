@@ -48,9 +48,11 @@ class DerivePlan(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     answers: str = ""
     """Folder of the teacher's answers to the training records."""
     classes: int = 0
-    """Axis of the answers that has the logits of classes; 0: the answers are numbers."""
+    """Axis of the answers that has the logits of classes; 0: there is none."""
+    yes_or_no: Literal["", "logits", "probabilities"] = ""
+    """What each element of the answers is, where it decides between two classes; empty, and no classes: a number."""
     temperature: float = 0.0
-    """Of these classes; 0: not known before the teacher has answered, or there are none."""
+    """Of these; 0: not known before the teacher has answered, or the answers are numbers."""
     share: float = SHARE
     """Of the loss that is the teacher's."""
     distance: str = ""

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 import numpy as np
@@ -19,7 +19,7 @@ import numpy.typing as npt
 import torch
 
 from trueline.compress.derive.plan import DerivePlan
-from trueline.compress.derive.taught import read_answers
+from trueline.compress.derive.taught import as_logits, read_answers
 
 if TYPE_CHECKING:
     from trueline.bundle.signature import Array
@@ -38,27 +38,71 @@ _STEPS = 24
 _NEAR, _LEAST = 1e-3, 1e-6
 _TRIED = 32
 """Records by which is found out what the loss sees."""
+_SIZES = (0.5, 2.0, 8.0)
+"""Of logits by which is found out whether they decide between two classes."""
+YesOrNo = Literal["", "logits", "probabilities"]
 
 
 def soften(
     plan: DerivePlan, teacher: Session, records: ProgramRecords, loss: Callable[[Mapping[str, Array], Any], Any],
     size: float,
 ) -> DerivePlan:  # fmt: skip
-    """`plan`, whose `answers` are written, with the axis of the classes, their temperature and their share of the loss,
-    if `loss`, of outputs by name and labels, is of classes. `size`: the student's parameters, as a share of the
-    teacher's. Raises what `loss` raises."""
+    """`plan`, whose `answers` are written, with the axis of the classes, or with what tells two of them apart, their
+    temperature and their share of the loss, if `loss`, of outputs by name and labels, is of classes. `size`: the
+    student's parameters, as a share of the teacher's. Raises what `loss` raises."""
     first = next(records.batches(_TRIED, _TRIED))
     outputs, name = teacher.run(first.inputs), teacher.signature.outputs[0].name
 
     def measure(found: torch.Tensor) -> torch.Tensor:
         return torch.as_tensor(loss({**outputs, name: found.numpy()}, first.labels))
 
-    classes = find_class_axis(measure, torch.from_numpy(outputs[name]))
-    if not classes:
+    found = torch.from_numpy(outputs[name])
+    kind = tell_yes_or_no(measure, found)
+    classes = 0 if kind else find_class_axis(measure, found)
+    if not kind and not classes:
         return plan
     entropy, share = TO_FOLLOW if size >= ABLE else TO_LEAN_ON
-    temperature = choose_temperature(read_answers(Path(plan.answers)), classes, entropy)
-    return msgspec.structs.replace(plan, classes=classes, temperature=temperature, share=share)
+    answers = read_answers(Path(plan.answers))
+    if kind:
+        temperature = choose_temperature(_pair_logits(answers, kind), 1, entropy)
+    else:
+        temperature = choose_temperature(answers, classes, entropy)
+    return msgspec.structs.replace(plan, classes=classes, yes_or_no=kind, temperature=temperature, share=share)
+
+
+def tell_yes_or_no(loss: Callable[[torch.Tensor], torch.Tensor], outputs: torch.Tensor) -> YesOrNo:
+    """What each element of `outputs` [records, ...] is, if it decides alone between two classes; empty: it does not.
+
+    The cross entropy of a logit and of its negative add up to the same for either label, whatever weight that has. So
+    for logits of one size and any signs these sums have one ratio to those of the formula, at every size.
+    """
+    kind: YesOrNo = "probabilities" if _is_probable(outputs) else "logits"
+    if kind == "probabilities" and any(
+        count > 1 and (outputs.sum(dim=axis) - 1).abs().max() < _NEAR
+        for axis, count in enumerate(outputs.shape) if axis
+    ):  # fmt: skip
+        return ""  # of several classes, of which one is right
+    signs = torch.randn(outputs.shape, generator=torch.Generator().manual_seed(0)).sign()
+
+    def measure(logits: torch.Tensor) -> float:
+        return float(loss(logits.sigmoid() if kind == "probabilities" else logits).double().mean())
+
+    middle = measure(0 * signs)
+    sums = [measure(size * signs) + measure(-size * signs) - 2 * middle for size in _SIZES]
+    ratios = np.array(sums) / [size + 2 * np.log1p(np.exp(-size)) - 2 * np.log(2) for size in _SIZES]
+    return kind if ratios.min() > 0 and np.ptp(ratios) < _NEAR * ratios.max() else ""
+
+
+def _is_probable(outputs: torch.Tensor) -> bool:
+    return bool(((outputs >= 0) & (outputs <= 1)).all())
+
+
+def _pair_logits(answers: npt.NDArray[np.float32], kind: YesOrNo) -> npt.NDArray[np.float32]:
+    """[decisions, 2] Logits of both classes, of some of the decisions in `answers`."""
+    flat = answers.reshape(-1)
+    picked = np.unique(np.linspace(0, len(flat) - 1, _VALUES).astype(np.int64))
+    logits = as_logits(torch.from_numpy(np.array(flat[picked])), kind).numpy()
+    return np.stack([logits, np.zeros_like(logits)], axis=1)
 
 
 def find_class_axis(loss: Callable[[torch.Tensor], torch.Tensor], outputs: torch.Tensor) -> int:
@@ -67,6 +111,8 @@ def find_class_axis(loss: Callable[[torch.Tensor], torch.Tensor], outputs: torch
     A softmax does not see what is added to all logits of a record, so neither does a loss of classes. Logarithms of
     probabilities are logits too, whatever their loss.
     """
+    if _is_probable(outputs):  # a loss may refuse what is none
+        return 0
     axes = [axis for axis in (1, outputs.ndim - 1) if 0 < axis < outputs.ndim and outputs.shape[axis] > 1]
     draw, before = torch.Generator().manual_seed(0), loss(outputs).double().mean()
     size = outputs.std().clamp_min(_LEAST)

@@ -36,6 +36,8 @@ if TYPE_CHECKING:
     from trueline.runtime.session import Session
 
 _HEAD, _BODY = "answers.json", "answers.f32"
+_SUREST = 1e-7
+"""From 0 or 1, of a probability: float32 has few numbers that are nearer to 1."""
 Distance = Callable[[Any, torch.Tensor], torch.Tensor]
 """Of a student's outputs from the teacher's answers to the same records: one number, or one for each record."""
 
@@ -184,8 +186,8 @@ def make_loss(
     distance: Distance | None = None,
 ) -> Callable[[Any, Any], Any]:  # fmt: skip
     """`loss` of the recipe for plain labels; for those of a TaughtSource, (1 - plan.share) of it and the share of the
-    distance to the teacher: `distance`, else the divergence of classes at the plan's temperature, or the squared
-    difference of numbers; and the distance of the outputs inside that `watch` has seen."""
+    distance to the teacher: `distance`, else the divergence of classes, two or more, at the plan's temperature, or the
+    squared difference of numbers; and the distance of the outputs inside that `watch` has seen."""
     parts = 2 + len(watch.matches if watch is not None else ())
 
     def taught_loss(outputs: Any, labels: Any) -> Any:
@@ -195,20 +197,35 @@ def make_loss(
         first = next(leaf for leaf in torch.utils._pytree.tree_leaves(outputs) if isinstance(leaf, torch.Tensor))
         if distance is not None:
             each = _check_distance(distance(outputs, answers.to(first)), len(first))
-        elif plan.classes:
-            told, said = (
-                functional.log_softmax(one / plan.temperature, dim=plan.classes) for one in (answers.to(first), first)
-            )
-            apart = (told.exp() * (told - said)).sum(dim=plan.classes)
-            each = apart.reshape(len(first), -1).mean(dim=1) * plan.temperature**2
         else:
-            each = ((first - answers.to(first).reshape(first.shape)) ** 2).reshape(len(first), -1).mean(dim=1)
+            each = _measure_apart(plan, first, answers.to(first))
         if watch is not None and inside:
             each = each + watch.measure_distance(inside).to(each)
         own = loss(outputs, label)
         return (1 - plan.share) * own + plan.share * (each if own.ndim else each.mean())
 
     return taught_loss
+
+
+def _measure_apart(plan: DerivePlan, outputs: torch.Tensor, answers: torch.Tensor) -> torch.Tensor:
+    """[records] How far the student's outputs [records, ...] are from the teacher's answers to the same records."""
+    if plan.yes_or_no:
+        told, said = (as_logits(one, plan.yes_or_no) / plan.temperature for one in (answers, outputs))
+        told = told.reshape(said.shape)
+        sure, apart = (
+            functional.binary_cross_entropy_with_logits(one, told.sigmoid(), reduction="none") for one in (told, said)
+        )
+        return (apart - sure).reshape(len(outputs), -1).mean(dim=1) * plan.temperature**2
+    if plan.classes:
+        told, said = (functional.log_softmax(one / plan.temperature, dim=plan.classes) for one in (answers, outputs))
+        apart = (told.exp() * (told - said)).sum(dim=plan.classes)
+        return apart.reshape(len(outputs), -1).mean(dim=1) * plan.temperature**2
+    return (outputs - answers.reshape(outputs.shape)).square().reshape(len(outputs), -1).mean(dim=1)
+
+
+def as_logits(values: torch.Tensor, yes_or_no: str) -> torch.Tensor:
+    """Logits of decisions between two classes, whose probabilities or logits are `values`."""
+    return torch.logit(values, eps=_SUREST) if yes_or_no == "probabilities" else values
 
 
 def _check_distance(found: Any, records: int) -> torch.Tensor:

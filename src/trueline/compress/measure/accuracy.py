@@ -49,15 +49,19 @@ def answer(session: Session, batches: Sequence[RecordBatch], metric: Metric) -> 
     return Answers(outputs, np.concatenate(values))
 
 
-def count_changed(parent: Answers, candidate: Answers) -> int:
-    """Records for which the largest element of an output is another one; 0 for outputs without such a decision."""
-    changed = 0
+def count_changed(parent: Answers, candidate: Answers) -> int | None:
+    """Records for which the largest element of an output is another one. Where no output has several: for which a
+    metric that is 0 or 1 for each record is another one, as of a yes or no; None where there is no such decision."""
+    changed, decides = 0, False
     for one, other in zip(parent.outputs, candidate.outputs, strict=True):
         for name, want in one.items():
             if want.ndim >= 2 and want.shape[-1] >= 2 and want.dtype.kind == "f" and len(want):
                 moved = want.argmax(axis=-1) != other[name].argmax(axis=-1)
-                changed += int(moved.reshape(len(want), -1).any(axis=1).sum())
-    return changed
+                decides, changed = True, changed + int(moved.reshape(len(want), -1).any(axis=1).sum())
+    if decides:
+        return changed
+    both = np.stack([parent.values, candidate.values])
+    return int((both[0] != both[1]).sum()) if np.isin(both, (0.0, 1.0)).all() else None
 
 
 def largest_errors(parent: Answers, candidate: Answers, signature: Signature) -> dict[str, tuple[float, Floats | None]]:
