@@ -376,6 +376,97 @@ def test_far_sizes_of_several_dimensions_are_counted_before_they_are_made(monkey
     assert FarSizes(eager).ask(claim, far_sizes.TOGETHER, sizes) is None
 
 
+class Shown(nn.Module):
+    """Positions count what a mask shows, after a first one for padding: fairseq's, in a table of 50."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(50, 4)
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        found: Tensor = x + self.table(mask.long().cumsum(1) * mask)
+        return found
+
+
+class Words(nn.Module):
+    """The same of the ids that are no padding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.table = nn.Embedding(9, 4), nn.Embedding(50, 4)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        shown = ids.ne(1).int()
+        found: Tensor = self.words(ids) + self.table((shown.cumsum(1) * shown).long())
+        return found
+
+
+def mask_of(length: int) -> tuple[Tensor, Tensor]:
+    shown = torch.tensor([[length // 2], [length - 3], [1]])
+    return torch.randn(3, length, 4), torch.arange(length) < shown
+
+
+def ids_of(length: int) -> Tensor:
+    return torch.arange(3 * length).reshape(3, length) % 3
+
+
+@pytest.mark.parametrize(("model", "make"), few([(Shown, mask_of), (Words, ids_of)], 1))
+def test_a_length_ends_where_positions_that_values_count_do_when_all_of_it_is_shown(
+    model: type[nn.Module], make: Any, tmp_path: Path
+) -> None:
+    torch.manual_seed(0)
+    blanks: dict[str, Any] = {"examples": lambda: iter([make(9), make(12)])}
+    capture(recipes.untrained(model, **blanks), None, tmp_path / "b")
+    bundle = open_bundle(tmp_path / "b")
+    assert bundle.signature.dims["length" if "length" in bundle.signature.dims else "x.1"] == Dim(max=49)
+    assert {one.format for one in bundle.manifest.programs} == {"onnx", "torch_export"}
+
+
+class Picks(nn.Module):
+    """The boxes of the best scores: an index into the one is made of the other."""
+
+    def forward(self, boxes: Tensor, scores: Tensor) -> Tensor:
+        best = scores.flatten(1).topk(3, 1).indices // 2
+        return boxes.gather(1, best.unsqueeze(-1).expand(-1, -1, 4))
+
+
+def test_sizes_that_have_to_be_equal_are_claimed_as_equal(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    batches = [{"boxes": torch.randn(3, n, 4), "scores": torch.randn(3, n, 2)} for n in (6, 9)]
+    capture(recipes.untrained(Picks, examples=lambda: iter(batches)), None, tmp_path / "b")
+    bundle = open_bundle(tmp_path / "b")
+    session = open_program(bundle, "torch_export")  # ONNX Runtime takes other ones of equal scores
+    given = {"boxes": np.random.rand(2, 40, 4).astype("f"), "scores": np.random.rand(2, 40, 2).astype("f")}
+    expected = Picks()(*map(torch.from_numpy, given.values())).numpy()
+    np.testing.assert_array_equal(session.run(given)["output"], expected)
+    with pytest.raises(RequestError, match="equals"):
+        session.run({**given, "scores": given["scores"][:, :20]})
+
+
+class Resized(nn.Module):
+    """A table for the usual length, which the first example has, and interpolated for others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.randn(1, 8, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        table: Tensor = self.table
+        if x.shape[1] != table.shape[1]:
+            table = nn.functional.interpolate(table.mT, size=x.shape[1], mode="linear").mT
+        return x + table
+
+
+def test_where_the_first_example_takes_a_special_way_the_program_is_traced_at_another(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    batches = [torch.randn(3, n, 4) for n in (8, 12)]
+    capture(recipes.untrained(Resized, examples=lambda: iter(batches)), None, tmp_path / "b")
+    bundle = open_bundle(tmp_path / "b")
+    assert {one.format for one in bundle.manifest.programs} == {"onnx", "torch_export"}
+    sizes = bundle.signature.sizes({"x": batches[0].numpy()})
+    assert all(bundle.signature.allows({**sizes, symbol: 8}) for symbol in sizes)
+
+
 class Cut(nn.Module):
     """Its table of 40 positions ends where the longest record does, not where the padding does."""
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from trueline.bundle import open_bundle
 from trueline.capture.api import capture
 from trueline.capture.model.eager import EagerSession
-from trueline.capture.patches import size_lengths
+from trueline.capture.patches.stand_ins import size_lengths
 from trueline.capture.time_limit import TimeLimit
 from trueline.cli.app import run
 from trueline.doctor.api import calls_of, doctor, read_progress

@@ -1,6 +1,6 @@
 """From a model to its exported program and the eager answers that every format is compared with."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 
@@ -16,7 +16,7 @@ from trueline.capture.proof import stateful, value_ranges
 from trueline.capture.proof.far_sizes import FarSizes
 from trueline.capture.proof.observe import Observation
 from trueline.capture.proof.probes import LIMIT, Probe, make_given_probes, make_probes
-from trueline.capture.proof.sum_limits import bound_exported, bound_sums, find_limits
+from trueline.capture.proof.sum_limits import bound_exported, bound_sums, find_limits, tie_sizes
 from trueline.capture.proof.value_probes import make_value_probes, observe_border
 from trueline.capture.proof.value_sweep import make_sweep
 from trueline.capture.subject import Subject
@@ -81,12 +81,19 @@ def _export(subject: Subject, far: FarSizes) -> Exported:
     """The exported program with the claims that the eager model bears out; of a trace at larger sizes where that holds
     for more. Raises CaptureError."""
     module, eager = subject.module, far.eager
-    exported = size_limits.settle(
-        far, bound_exported(eager, _trace(eager, lambda: torch_export.export(module, eager.calling)))
-    )
-    return larger_trace.widen(
-        far, exported, lambda sizes: _trace(eager, lambda: torch_export.export_at(module, eager.calling, sizes))
-    )
+
+    def export_at(sizes: Mapping[str, int]) -> Exported:
+        return tie_sizes(eager, _trace(eager, lambda: torch_export.export_at(module, eager.calling, sizes)))
+
+    try:
+        traced = tie_sizes(eager, _trace(eager, lambda: torch_export.export(module, eager.calling)))
+    except CaptureError as error:
+        other = larger_trace.trace_other_examples(far, error, export_at)
+        if other is None:
+            raise
+        traced = other
+    exported = size_limits.settle(far, bound_exported(eager, traced))
+    return larger_trace.widen(far, exported, export_at)
 
 
 def _trace(eager: EagerSession, export: Callable[[], Exported]) -> Exported:

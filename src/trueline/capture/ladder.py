@@ -248,6 +248,8 @@ def _try_torchscript(trial: FormatTrial) -> Rung:
     exported, observations, folder, far = trial.exported, trial.observations, trial.folder, trial.far
     guarded = isinstance(exported, Exported) and not exported.unrolled
     signature = exported.signature if isinstance(exported, Exported) else None
+    if isinstance(exported, Exported) and exported.keyed is not None:
+        signature = exported.claims[0]  # narrower ones are of a program that a text of a size decided
     tried = climb_scripted(far.eager, signature, observations, folder)
     if tried.path is None or tried.proof is None:
         return trial.refuse(CaptureError(tried.why, hint=tried.line), emitted=tried.proof is not None)
@@ -313,7 +315,8 @@ def _try_once(trial: FormatTrial) -> Rung:
     if proof.signature != exported.signature and onnx:
         emit.restate(path, proof.signature)
     rung = make_rung(format, proof, trial.observations, path, folder, trial.started, explanation=explanation)
-    return with_how(with_line(rung, eager), exported.how, str(offload.read(path)) if format == "offload" else "")
+    parts = str(offload.read(path)) if format == "offload" else ""
+    return with_how(with_line(rung, eager, exported.keyed), exported.how, parts)
 
 
 def _locate(error: BundleError, path: Path, exported: Exported) -> CaptureError:

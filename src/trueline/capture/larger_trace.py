@@ -1,11 +1,12 @@
-"""A trace at larger sizes, where that of the example leaves out sizes that the eager model answers."""
+"""A trace at other sizes, where that of the example leaves out sizes that the eager model answers."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from trueline.bundle.signature import Signature
-from trueline.capture.export.exported import Exported
+from trueline.capture.export.exported import Exported, Fixed
 from trueline.capture.export.torch_export import LoadedProgram
+from trueline.capture.model.signature import BATCH
 from trueline.capture.proof.far_sizes import FarSizes
 from trueline.capture.proof.prove import judge
 from trueline.capture.size_limits import settle
@@ -37,6 +38,23 @@ def widen(far: FarSizes, exported: Exported, export_at: Callable[[Mapping[str, i
             if _holds_for_more(far, other, claim, missed):
                 return other
     return exported
+
+
+def trace_other_examples(
+    far: FarSizes, error: CaptureError, export_at: Callable[[Mapping[str, int]], Exported]
+) -> Exported | None:
+    """A program traced at the size of another example, after torch.export fixed that of the first: there the code may
+    take a special way (`if n != len(self.table): table = interpolate(table, n)`). None where none is free there."""
+    presumed = far.eager.calling.presumed
+    if not isinstance(error, Fixed) or error.symbol == BATCH or error.symbol not in presumed.symbols:
+        return None
+    base = presumed.sizes(far.example)
+    for size in sorted(far.sizes_of_examples(presumed, error.symbol) - {base[error.symbol]}, reverse=True):
+        try:
+            return export_at({**base, error.symbol: size})
+        except CaptureError:
+            continue
+    return None
 
 
 def _holds_for_more(far: FarSizes, other: Exported, claim: Signature, missed: Mapping[str, Sequence[int]]) -> bool:

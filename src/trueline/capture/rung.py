@@ -26,6 +26,10 @@ from trueline.runtime.session import Format
 OTHER_SIZES = "which have other sizes"
 """Said of a line where sizes steer, as far as is known, and not values."""
 ANOTHER = "capture it in another format (--any tries them all), or ask `trueline doctor` for a rewrite"
+KEYED = (
+    "that line makes a key or a text of a size, which a program decides once for all sizes: `trueline doctor` looks "
+    "for a table over the size"
+)
 _PLACE = re.compile(r".+:\d+: ")
 
 
@@ -145,10 +149,15 @@ def refuse(
     return Rung(attempt=attempt, folder=folder, file="", signature=None, evidence=())
 
 
-def with_line(rung: Rung, eager: EagerSession) -> Rung:
-    """An otherwise unexplained refusal with the line of `squeeze()`, which drops a batch of 1, or of `forward`."""
+def with_line(rung: Rung, eager: EagerSession, keyed: code_paths.SourceLine | None = None) -> Rung:
+    """An otherwise unexplained refusal with the line of `squeeze()`, which drops a batch of 1, of the key that is made
+    of a size, or of `forward`."""
     attempt = rung.attempt
-    if attempt.verdict == "proven" or attempt.line or attempt.defined:
+    if attempt.verdict == "proven" or attempt.line:
+        return rung
+    if keyed is not None:
+        return replace(rung, attempt=replace(attempt, line=f"{keyed}", hint=KEYED))
+    if attempt.defined:
         return rung
     squeeze = None
     if "has shape" in attempt.why:

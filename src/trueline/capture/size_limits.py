@@ -15,7 +15,18 @@ from trueline.bundle.signature import Dim, Signature
 from trueline.capture.export.exported import Exported
 from trueline.capture.model.code_paths import Edge, edges_of
 from trueline.capture.model.signature import BATCH, Calling
-from trueline.capture.proof.far_sizes import LARGEST, PAIRED, TOGETHER, FarSizes, far_sizes, numbers_of, tables_of
+from trueline.capture.proof.far_sizes import (
+    GIVEN,
+    LARGEST,
+    LEAST,
+    MOST,
+    PAIRED,
+    TOGETHER,
+    FarSizes,
+    far_sizes,
+    numbers_of,
+    tables_of,
+)
 from trueline.capture.proof.observe import Observation
 from trueline.capture.proof.probes import fit
 from trueline.capture.proof.prove import agrees_on_given
@@ -52,10 +63,15 @@ def find_range(far: FarSizes, claim: Signature, symbol: str) -> tuple[int, int |
     here, step = base[symbol], dim.multiple_of
 
     def answers(size: int, dear: bool = False) -> bool | None:
+        found = ask(size, GIVEN, dear)
+        return any(ask(size, how, dear) is False for how in ends) is False if found else found
+
+    def ask(size: int, how: str, dear: bool = False) -> bool | None:
         sizes = fit(claim, base, {symbol: size})
-        answer = None if sizes is None else far.ask(claim, symbol, sizes, share=RANGE_SHARE, dear=dear)
+        answer = None if sizes is None else far.ask(claim, symbol, sizes, how=how, share=RANGE_SHARE, dear=dear)
         return None if answer is None else answer.answered
 
+    ends = [how for how in (MOST, LEAST) if far.has_whole and symbol != BATCH and ask(here, how)]
     low, tables = dim.min, tables_of(far.eager.module) if symbol != BATCH else []
     answers(here)
     if symbol != BATCH and low < here and answers(low) is False:

@@ -30,7 +30,8 @@ from trueline.capture.model import explicit_state
 from trueline.capture.model.arguments import Arguments
 from trueline.capture.model.code_paths import SourceLine
 from trueline.capture.model.explicit_state import GIVEN, NEXT, Explicit
-from trueline.capture.patches import nonzero_loops, size_lengths
+from trueline.capture.patches import nonzero_loops
+from trueline.capture.patches.stand_ins import size_lengths
 from trueline.doctor.recorded_calls import RecordedCall, flat_answer
 from trueline.errors import CaptureError, first_line
 
@@ -110,7 +111,8 @@ def export_like_capture(
     try:
         return export_module(flat, tensors, free)
     except Exception as error:
-        if CONSTANT.search(str(error)) and size_lengths.may_help(flat):
+        of_sizes = CONSTANT.search(str(error)) is not None or size_lengths.is_cause(str(error))
+        if of_sizes and size_lengths.may_help(flat):
             patch = size_lengths.keep_lengths_free(flat)
         elif nonzero_loops.may_help(flat, str(error)) and nonzero_loops.leave_places_out(
             flat, (call.tensors for call in answered)

@@ -181,19 +181,29 @@ def makes_numbers_of_the_sizes_of_a_product_of_three() -> bool:
         return refused(Of(lambda x: torch.einsum("bnd,bne,bn->bde", x, x, x[..., 0])), X, message=SPECIALIZED)
 
 
-@shows("patches/size_lengths")
+@shows("patches/stand_ins/size_lengths")
 def makes_numbers_of_lengths() -> bool:
     return refused(Of(lambda x: x.new_zeros(len(x.transpose(0, 1)))), X, message=SPECIALIZED)
 
 
-@shows("patches/size_functions")
+@shows("patches/stand_ins/size_functions")
 def makes_a_number_of_a_common_divisor() -> bool:
     return refused(Of(lambda x: x[:, : math.gcd(x.shape[1], 4)]), X, message=SPECIALIZED)
 
 
-@shows("patches/size_lists")
+@shows("patches/stand_ins/size_lists")
 def makes_a_constant_of_a_list_of_a_size() -> bool:
     return refused(Of(lambda x: x[:, torch.tensor(list(range(x.shape[1]))[1:])]), X, message=SPECIALIZED)
+
+
+@shows("patches/stand_ins/size_rows")
+def makes_a_constant_of_a_number_of_rows() -> bool:
+    return refused(Of(lambda x: sum(x.unbind(1))), X, message=SPECIALIZED)
+
+
+@shows("patches/stand_ins/numpy_arrays")
+def refuses_an_array_of_a_size() -> bool:
+    return refused(Of(lambda x: x + torch.from_numpy(np.sin(np.arange(x.shape[1])))[:, None]), X, message="")
 
 
 @shows("patches/parameter_branches")
@@ -575,7 +585,8 @@ TABLES = {"onnx/numerics", "onnx/translations"}
 
 def test_each_patch_has_a_complete_header_a_reproducer_and_two_models_that_need_it() -> None:
     found = patches.patches()
-    modules = {f"patches/{path.stem}" for path in (patches.ROOT / "patches").glob("*.py") if path.stem != "__init__"}
+    paths = (path.relative_to(patches.ROOT) for path in (patches.ROOT / "patches").rglob("*.py"))
+    modules = {path.with_suffix("").as_posix() for path in paths if path.stem != "__init__"}
     assert modules <= found.keys()
     assert found.keys() == REPRODUCERS.keys() | TABLES
     for name, patch in found.items():

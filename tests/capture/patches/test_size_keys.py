@@ -69,6 +69,25 @@ class AsText(nn.Module):
         return -x if f"{x.shape[1]}".endswith("9") else x
 
 
+class InForm(nn.Module):
+    """A text with leading zeros."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tables: dict[str, Tensor] = {}
+
+    def forward(self, x: Tensor) -> Tensor:
+        name = f"table_{x.shape[1]:04d}"
+        if name not in self.tables:
+            self.tables[name] = torch.arange(x.shape[1]).cos()
+        return x * self.tables[name][:, None]
+
+
+class FormDecides(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return -x if f"{x.shape[1]:03d}" == "023" else x
+
+
 class AsJson(nn.Module):
     scales = {json.dumps([23, 4]): 2.0}  # noqa: RUF012 - as a user writes it
 
@@ -82,7 +101,7 @@ def captured(model: type[nn.Module], out: Path) -> Bundle:
     return open_bundle(out)
 
 
-@pytest.mark.parametrize("model", few([Rotating, MaskOfLength, Cached], 1))
+@pytest.mark.parametrize("model", few([InForm, Rotating, MaskOfLength, Cached], 2))
 def test_a_table_made_for_a_size_is_made_for_all_in_a_graph(model: type[nn.Module], tmp_path: Path) -> None:
     bundle = captured(model, tmp_path / "b")
     length = bundle.signature.dims["length"]
@@ -90,7 +109,7 @@ def test_a_table_made_for_a_size_is_made_for_all_in_a_graph(model: type[nn.Modul
     assert length.max is None or length.max >= 64
 
 
-@pytest.mark.parametrize(("model", "most"), [(InSet, 36), (AsText, 8), (AsJson, 22)])
+@pytest.mark.parametrize(("model", "most"), [(InSet, 36), (AsText, 8), (AsJson, 22), (FormDecides, 22)])
 def test_what_a_set_or_a_text_decides_ends_the_claim(model: type[nn.Module], most: int, tmp_path: Path) -> None:
     assert captured(model, tmp_path / "b").signature.dims["length"] == Dim(max=most)
 
@@ -100,4 +119,5 @@ def test_the_hash_and_the_text_of_a_size_are_torchs_own_again_after_the_block() 
     with size_keys.watch():
         assert torch.SymInt.__hash__ is not before[0]
     assert (torch.SymInt.__hash__, torch.SymInt.__repr__) == before
+    assert "__format__" not in vars(torch.SymInt)
     assert json.JSONEncoder.default is encoded

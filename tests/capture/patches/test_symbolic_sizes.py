@@ -145,6 +145,10 @@ KEPT: dict[str, Callable[[Tensor], Tensor]] = {
     "MaxPool1d": nn.MaxPool1d(2),
     "take_along_dim": lambda x: torch.take_along_dim(x, x.argsort(2)[:, :1], 2),
     "method take_along_dim": lambda x: x.take_along_dim(torch.tensor([[[-1, 0, 5]]]), 2),
+    "new_tensor": lambda x: (
+        x * x.new_tensor(x.shape[2]) / x.new_tensor([x.shape[2], 2]).sum() + x.new_tensor([1, 0.5])[1]
+    ),
+    "new_tensor of another dtype": lambda x: x[..., x.new_tensor((x.shape[2] - 1, 0), dtype=torch.long)],
     "kron": lambda x: torch.kron(x[0], torch.tensor([[1.0, 2.0], [3.0, 4.0]])),
     "hann": lambda x: x * torch.hann_window(x.shape[2]),
     "hamming": lambda x: x * torch.hamming_window(x.shape[2], periodic=False),

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch
 
 from trueline.bundle.signature import Signature
+from trueline.capture.model.code_paths import SourceLine
 from trueline.errors import CaptureError
 
 STATE_HINT = (
@@ -37,6 +38,8 @@ class Exported:
     unrolled: frozenset[str] = frozenset()
     """Symbols whose guards are not all known, as code was unrolled over them: they are claimed as far as they were
     compared."""
+    keyed: SourceLine | None = None
+    """The first line that makes a key or a text of a size, which the trace decided once."""
 
 
 class Fixed(CaptureError):

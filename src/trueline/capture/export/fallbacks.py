@@ -22,8 +22,8 @@ from trueline.capture.patches import (
     parameter_branches,
     per_record,
     scalar_indices,
-    size_lengths,
 )
+from trueline.capture.patches.stand_ins import size_lengths
 from trueline.errors import CaptureError
 from trueline.recipe.eager_mode import as_trained
 from trueline.runtime import compare
@@ -31,7 +31,6 @@ from trueline.runtime.tensors import to_array
 
 BY_RECORDS = f"{BY_RECORD}: `trueline doctor` may show a rewrite that takes a batch at once"
 LENGTHS = "lengths stay functions of a size"
-NO_METHOD = "'SymInt' object has no attribute"
 MAX_UNIT = 32
 """Vision networks halve a size five times."""
 Steps = dict[str, int]
@@ -48,7 +47,7 @@ def retrace(
     """The program of the first way of tracing that works, after torch.export raised `error`; None when none does."""
     flat, message = TensorModule(module, calling), error.message
     exported = None
-    if (isinstance(error, Fixed) or NO_METHOD in message) and size_lengths.may_help(module):
+    if (isinstance(error, Fixed) or size_lengths.is_cause(message)) and size_lengths.may_help(module):
         with size_lengths.keep_lengths_free(module):
             exported = _attempt("lengths", LENGTHS, lambda: whole(flat))
     if exported is None and scalar_indices.may_help(message):

@@ -26,7 +26,8 @@ from trueline.capture.export.tracing import tracing, watch_specialization
 from trueline.capture.model import code_paths
 from trueline.capture.model.dynamic_dims import Place, resize_tensor
 from trueline.capture.model.signature import BATCH, Calling, TensorModule
-from trueline.capture.patches import keep_weights, rounding, size_keys, size_lengths, whole_division
+from trueline.capture.patches import keep_weights, rounding, size_keys, whole_division
+from trueline.capture.patches.stand_ins import size_lengths
 from trueline.errors import BundleError, CaptureError, join_names
 from trueline.runtime import torch_export_archive
 from trueline.runtime.tensors import one_line, to_arrays, to_tensors
@@ -108,7 +109,10 @@ def _export(flat: torch.nn.Module, calling: Calling, steps: Mapping[str, int]) -
             hint=f"a served program has no memory. {STATE_HINT}",
         )
     found = _describe(program, calling, fixed, getattr(flat, "guards", ()))
-    return replace(found, unrolled=found.unrolled | size_keys.find_symbols(keyed, found.symbols)) if keyed else found
+    if not keyed:
+        return found
+    decided = found.unrolled | size_keys.find_symbols(keyed, found.symbols)
+    return replace(found, unrolled=decided, keyed=next(filter(None, keyed.values()), None))
 
 
 def _single(flat: torch.nn.Module, calling: Calling) -> torch.export.ExportedProgram:

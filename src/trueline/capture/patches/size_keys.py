@@ -1,9 +1,9 @@
-"""A size as a key of the user's dicts, in a set or in a text (`if n not in self.masks`, `f"{n}"`, `json.dumps`), while
-a model is traced.
+"""A size as a key of the user's dicts, in a set or in a text (`if n not in self.masks`, `f"{n:03d}"`, `json.dumps`),
+while a model is traced.
 
-torch refuses to hash a symbolic size, and writes its name as a text, without a guard in either case. Here a table that
-is made for a size is made for all of them, and the symbols are noted: a claim on them ends where they were compared,
-because `n in {37, 91}` is decided once.
+torch refuses to hash a symbolic size and to write it in a given form, and writes its name as a text, without a guard.
+Here a table that is made for a size is made for all of them, and the symbols are noted: a claim on them ends where they
+were compared, because `n in {37, 91}` is decided once.
 """
 
 import json
@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from trueline.capture.model.code_paths import is_users
+from trueline.capture.model.code_paths import SourceLine, current_line, is_users
 from trueline.capture.patches import Patch
 
 PATCH = Patch(
@@ -28,16 +28,17 @@ PATCH = Patch(
 
 
 @contextmanager
-def watch() -> Iterator[set[str]]:
-    """torch's names of the symbols that the user's code hashes or writes as text in the block."""
-    noted: set[str] = set()
+def watch() -> Iterator[dict[str, SourceLine | None]]:
+    """torch's names of the symbols that the user's code hashes or writes as text in the block, and the first line."""
+    noted: dict[str, SourceLine | None] = {}
     hashed, written, encoded = torch.SymInt.__hash__, torch.SymInt.__repr__, json.JSONEncoder.default
 
     def note(size: torch.SymInt, file: str = "") -> bool:
         """Whether the user's own code asks, or `file`; a dict, a set and a text have no frames."""
         if not size.node.is_symbolic() or not is_users(file or sys._getframe(2).f_code.co_filename):
             return False
-        noted.update(str(symbol) for symbol in size.node.expr.free_symbols)
+        for symbol in size.node.expr.free_symbols:
+            noted.setdefault(str(symbol), current_line())
         return True
 
     def make_hash(size: torch.SymInt) -> int:
@@ -48,17 +49,25 @@ def watch() -> Iterator[set[str]]:
         note(size)
         return str(written(size))  # type: ignore[no-untyped-call]
 
+    def write_in_form(size: torch.SymInt, form: str) -> str:
+        if not size.node.is_symbolic():
+            return format(int(size), form)
+        note(size, sys._getframe(1).f_code.co_filename)
+        return str(written(size))  # type: ignore[no-untyped-call]
+
     def encode(encoder: json.JSONEncoder, value: Any) -> Any:
         if isinstance(value, torch.SymInt) and note(value, _file_that_encodes()):
             return str(written(value))  # type: ignore[no-untyped-call]
         return encoded(encoder, value)
 
     torch.SymInt.__hash__, torch.SymInt.__repr__ = make_hash, write  # type: ignore[method-assign, assignment]
+    torch.SymInt.__format__ = write_in_form  # type: ignore[method-assign, assignment]
     json.JSONEncoder.default = encode  # type: ignore[method-assign, assignment]
     try:
         yield noted
     finally:
         torch.SymInt.__hash__, torch.SymInt.__repr__ = hashed, written  # type: ignore[method-assign]
+        del torch.SymInt.__format__
         json.JSONEncoder.default = encoded  # type: ignore[method-assign]
 
 

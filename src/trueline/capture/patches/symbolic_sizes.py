@@ -1,8 +1,9 @@
 """Functions of torch that make a number of a size, or bound it, without need.
 
-`max_pool1d`, `take_along_dim`, `kron`, `affine_grid`, `linspace`, `nbytes`, windows, frequencies, indices of triangles,
-covariance, gradients, tables of powers and chains of products fix their sizes, and `cdist` takes another algorithm from
-26 rows on. Here they are computed from the size, by their documentation, or by an operator that decides at run time.
+`max_pool1d`, `take_along_dim`, `new_tensor`, `kron`, `affine_grid`, `linspace`, `nbytes`, windows, frequencies, indices
+of triangles, covariance, gradients, tables of powers and chains of products fix their sizes, and `cdist` takes another
+algorithm from 26 rows on. Here they are computed from the size, by their documentation, or by an operator that decides
+at run time.
 """
 
 import math
@@ -36,6 +37,7 @@ def keep_sizes_free() -> Iterator[None]:
             (torch, "max_pool1d", _max_pool1d),
             (torch, "take_along_dim", _take_along_dim(torch.take_along_dim)),
             (torch.Tensor, "nbytes", property(lambda tensor: tensor.numel() * tensor.element_size())),
+            (torch.Tensor, "new_tensor", _new_tensor(torch.Tensor.new_tensor)),
             (torch.Tensor, "take_along_dim", _take_along_dim(torch.Tensor.take_along_dim)),
             (fft, "fftfreq", _if_free(fft.fftfreq, frequencies)),
             (fft, "rfftfreq", _if_free(fft.rfftfreq, half_frequencies)),
@@ -129,6 +131,24 @@ def multiply(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     for one in tensors[1:]:
         found = found @ one
     return found
+
+
+def _new_tensor(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """Of a size, or of a plain list with sizes."""
+
+    def new(like: torch.Tensor, data: Any, **options: Any) -> torch.Tensor:
+        numbers: Any = [data] if isinstance(data, torch.SymInt | torch.SymFloat) else data
+        plain = isinstance(numbers, list | tuple) and all(isinstance(one, _NUMBERS) for one in numbers)
+        if not plain or all(isinstance(one, int | float) for one in numbers):
+            return original(like, data, **options)
+        kind, device = options.get("dtype") or like.dtype, options.get("device") or like.device
+        found = [torch.full((), one, dtype=kind, device=device) for one in numbers]
+        return found[0] if numbers is not data else torch.stack(found)
+
+    return new
+
+
+_NUMBERS = (int, float, torch.SymInt, torch.SymFloat)
 
 
 def _max_pool1d(*args: Any, **options: Any) -> torch.Tensor:

@@ -28,7 +28,7 @@ from trueline.capture.model.code_paths import Edge, Event
 from trueline.capture.model.dispatch import OperatorMode
 from trueline.capture.model.eager import EagerSession
 from trueline.capture.proof.observe import Observation, observe_one, with_arbiter
-from trueline.capture.proof.probes import Probe, counting, resize
+from trueline.capture.proof.probes import Probe, counting, is_mask, resize
 
 FIRST, LARGEST = 64, 4096
 """The first size that is far, and the last: larger ones take minutes."""
@@ -36,6 +36,9 @@ TOGETHER, PAIRED = "together", "paired"
 """In place of a symbol, where several are far: all, or two."""
 GIVEN, MIXED, SMALL = "as given", "in another order", "64 times smaller"
 """The records of the example: as they are, they and their steps in a random order, their floats divided."""
+MOST, LEAST = "with its largest whole numbers", "with its smallest whole numbers"
+"""The same with each mask all 1 or all 0, and each other whole number the largest or smallest of its input: a position
+that counts what a mask shows ends a length earlier than the example does."""
 SMALLER = 64
 FREE_S, UNROLLED_S = 0.5, 4.0
 """Seconds for the sizes of one symbol; where code was unrolled over it, the claim ends with them."""
@@ -122,9 +125,9 @@ class FarSizes:
         dear: bool = False,
     ) -> FarAnswer | None:
         """The answer at `sizes`, which cost time of `symbol`; None where there is too little time or memory for it.
-        `how`: GIVEN, MIXED or SMALL; None for small ones without floats. `share`: of the time. Where several symbols
-        are far, `symbol` is TOGETHER or PAIRED, and the largest of their sizes counts. `dear`: one of few calls, which
-        have more time and memory."""
+        `how`: GIVEN, MIXED, SMALL (None without floats), MOST or LEAST. `share`: of the time. Where several symbols are
+        far, `symbol` is TOGETHER or PAIRED, and the largest of their sizes counts. `dear`: one of few calls, which have
+        more time and memory."""
         key = (symbol, tuple(sizes.items()), how)
         if key not in self._answers:
             allowance, times = self.allowance(symbol), 1
@@ -137,13 +140,23 @@ class FarSizes:
             inputs, left = self._lengthen(resize(self.example, claim, sizes), sizes), allowance.find_left(share)
             if how == SMALL and not any(_is_float(one) for one in inputs.values()):
                 return None
-            changed = {GIVEN: lambda: inputs, MIXED: lambda: _mix(inputs, claim), SMALL: lambda: _shrink(inputs)}[how]()
+            changed = self._change(inputs, claim, how)
             with allowance.charging():
                 answer = self._call(sizes, changed, left, how, known=self._near(symbol, sizes))
             if answer is None:
                 return None
             self._answers[key] = answer
         return self._answers[key]
+
+    def _change(self, inputs: dict[str, Array], claim: Signature, how: str) -> Mapping[str, Array]:
+        if how in (MOST, LEAST):
+            return {name: _level(one, self.example[name], how) for name, one in inputs.items()}
+        return {GIVEN: lambda: inputs, MIXED: lambda: _mix(inputs, claim), SMALL: lambda: _shrink(inputs)}[how]()
+
+    @property
+    def has_whole(self) -> bool:
+        """Whether an input holds whole numbers or booleans."""
+        return any(one.dtype.kind in "iub" and one.ndim for one in self.example.values())
 
     @cached_property
     def _lengths(self) -> dict[str, str]:
@@ -189,7 +202,7 @@ class FarSizes:
         return costs[near][1] * size // near if near else None
 
     def _call(
-        self, sizes: Mapping[str, int], inputs: dict[str, Array], left: float, how: str, *, known: int | None
+        self, sizes: Mapping[str, int], inputs: Mapping[str, Array], left: float, how: str, *, known: int | None
     ) -> FarAnswer | None:
         named = ", ".join(f"{symbol} {size}" for symbol, size in sizes.items())
         probe = Probe(
@@ -261,6 +274,15 @@ def divide_numbers(numbers: Sequence[int], claim: Signature) -> Iterator[int]:
 
 def _is_float(array: Array) -> bool:
     return array.dtype.kind == "f"
+
+
+def _level(array: Array, shown: Array, how: str) -> Array:
+    """Whole numbers at one end of what is `shown`, also of a length that was made as large as its size."""
+    if array.dtype.kind not in "iub" or not array.size or not shown.size:
+        return array
+    if is_mask(shown):
+        return np.full_like(array, how == MOST)
+    return np.full_like(array, array.max() if how == MOST else min(array.min(), shown.min()))
 
 
 def _shrink(inputs: Mapping[str, Array]) -> dict[str, Array]:

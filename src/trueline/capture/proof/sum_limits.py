@@ -1,11 +1,12 @@
-"""A limit on a sum of sizes, which no guard of the exporter contains: past + new tokens <= 64.
+"""What the eager model requires of two sizes together, and no guard of the exporter contains.
 
-A table of 64 positions ends two lengths together: each of them may be long while the other is short. Such a limit is
-found on the eager model and becomes a guard of the signature.
+A table of 64 positions ends two lengths together (past + new tokens <= 64): each of them may be long while the other is
+short. Boxes and their scores are of one number: an index into the one is made of the other. Such conditions are found
+on the eager model and become guards of the signature.
 """
 
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 
 import msgspec
@@ -24,6 +25,8 @@ BUDGET_S, CHEAP_CALLS = 2.0, 200
 """Seconds for it, and cheap calls beside them; a model that needs more is not asked at larger sizes."""
 
 
+EQUAL = "d0 == d1"
+"""The rule of two sizes that have to be equal."""
 Limits = Mapping[tuple[str, str], int]
 """Two symbols, and the largest sum of their sizes."""
 
@@ -32,7 +35,8 @@ def find_limits(eager: EagerSession, claim: Signature) -> Limits:
     """The limits of the eager model on each two symbols of `claim`."""
     allowance = Allowance(BUDGET_S, CHEAP_CALLS)
     pairs = itertools.combinations([symbol for symbol in claim.symbols if symbol != BATCH], 2)
-    found = {pair: _find_sum(eager, claim, *pair, allowance) for pair in pairs}
+    tied = [set(guard.symbols) for guard in claim.guards if guard.rule == EQUAL]
+    found = {pair: _find_sum(eager, claim, *pair, allowance) for pair in pairs if set(pair) not in tied}
     return {pair: most for pair, most in found.items() if most is not None}
 
 
@@ -55,6 +59,54 @@ def bound_exported(eager: EagerSession, exported: Exported) -> Exported:
     return replace(exported, claims=claims, signature=claims[at], boundaries=boundaries)
 
 
+def tie_sizes(eager: EagerSession, exported: Exported) -> Exported:
+    """`exported` with a guard on each two sizes that are equal in all examples, where the eager model answers a change
+    of both, and of neither alone."""
+    tied = [pair for pair in _find_equal(eager, exported.claims[0]) if _are_tied(eager, exported.claims[0], *pair)]
+    guards = [Guard(text=f"{one} == {other}", rule=EQUAL, symbols=(one, other)) for one, other in tied]
+    claims = tuple(
+        msgspec.structs.replace(claim, guards=(*claim.guards, *(one for one in guards if one not in claim.guards)))
+        for claim in exported.claims
+    )
+    at = exported.claims.index(exported.signature)
+    return replace(exported, claims=claims, signature=claims[at]) if guards else exported
+
+
+def _find_equal(eager: EagerSession, claim: Signature) -> Iterator[tuple[str, str]]:
+    """Each symbol with the first that has its size in all examples."""
+    first: dict[str, str] = {}
+    for spec, presumed in zip(claim.inputs, eager.calling.presumed.inputs, strict=True):
+        for symbol, name in zip(spec.shape, presumed.shape, strict=True):
+            if isinstance(symbol, str) and isinstance(name, str) and BATCH not in (symbol, name):
+                other = first.setdefault(name, symbol)
+                if other != symbol:
+                    yield other, symbol
+
+
+def _are_tied(eager: EagerSession, claim: Signature, one: str, other: str) -> bool:
+    base = claim.sizes(eager.example)
+    base = fit(claim, base, {BATCH: 1}) or base
+    larger, smaller = 2 * base[one], max(base[one] // 2, 1)
+
+    def answers(first: int, second: int) -> bool:
+        return _answers(eager, claim, {**base, one: first, other: second})
+
+    if base[one] != base[other] or not answers(larger, larger):
+        return False
+    alone = [(larger, base[one]), (base[one], larger), (smaller, base[one]), (base[one], smaller)]
+    return sum(answers(*pair) for pair in alone) <= len(alone) // 2
+
+
+def _answers(eager: EagerSession, claim: Signature, sizes: Mapping[str, int]) -> bool:
+    if not claim.allows(sizes):
+        return False
+    try:
+        eager.run(resize(eager.example, claim, sizes))
+    except Exception:  # noqa: BLE001 - the user's forward at sizes it may not accept may raise anything
+        return False
+    return True
+
+
 def _add_guard(claim: Signature, one: str, other: str, most: int) -> Signature:
     guard = Guard(text=f"{one} + {other} <= {most}", rule=f"d0 + d1 <= {most}", symbols=(one, other))
     dims = dict(claim.dims)
@@ -72,15 +124,8 @@ def _find_sum(eager: EagerSession, claim: Signature, one: str, other: str, allow
     base = fit(claim, base, {BATCH: 1}) or base
 
     def answers(first: int, second: int) -> bool:
-        sizes = {**base, one: first, other: second}
-        if not claim.allows(sizes):
-            return False
-        try:
-            with allowance.charging():
-                eager.run(resize(eager.example, claim, sizes))
-        except Exception:  # noqa: BLE001 - the user's forward at sizes it may not accept may raise anything
-            return False
-        return True
+        with allowance.charging():
+            return _answers(eager, claim, {**base, one: first, other: second})
 
     here, there = base[one], base[other]
     if not answers(here, there):

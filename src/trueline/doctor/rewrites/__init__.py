@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable, Iterator
 
 from trueline.doctor.rewrites import state
-from trueline.doctor.rewrites.control import branches, caches, effects, plain_forms, while_loops
+from trueline.doctor.rewrites.control import branches, caches, effects, folds, plain_forms, while_loops
 from trueline.doctor.rewrites.loops import pairs, vectorize
 from trueline.doctor.rewrites.scope import Candidate, Scope, Spot
 from trueline.doctor.rewrites.tensors import (
@@ -22,6 +22,7 @@ _FAMILIES: tuple[Callable[[Scope, Spot], Iterable[Candidate | None]], ...] = (
     numbers.keep_arrays,
     number_lists.keep_lists,
     plain_forms.rewrites,
+    folds.rewrites,
     plain_expressions.rewrites,
     numbers.keep_sizes,
     size_tables.rewrites,

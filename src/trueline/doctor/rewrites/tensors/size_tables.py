@@ -13,7 +13,7 @@ import copy
 import sys
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from trueline.doctor.rewrites.scope import (
     Candidate,
@@ -44,6 +44,24 @@ def rewrites(scope: Scope, spot: Spot) -> Iterator[Candidate | None]:
     """The function with places as tensors, and with numbers from tables."""
     yield _edit(scope, _Places(scope))
     yield _edit(scope, _Tables(scope))
+
+
+class SizeTable(NamedTuple):
+    """What an expression is at each size, as a table."""
+
+    value: ast.expr
+    """The element of the table at the size."""
+    checks: list[str]
+    """Statements that have to stand before it."""
+    most: float
+    """The largest number in it."""
+
+
+def tabulate(scope: Scope, node: ast.expr) -> SizeTable | None:
+    """The table of an expression that follows from one size; None where there is none."""
+    tables = _Tables(scope)
+    value = tables.make_table(node)
+    return None if value is None else SizeTable(value, tables.before, tables.most)
 
 
 class _Edit(ast.NodeTransformer):
@@ -96,15 +114,17 @@ class _Tables(_Edit):
         self.what = "comes from a table over the size"
         self._known = _globals_of(scope) | dict(scope.seen)
         self._sizes, self._named = _names_by_size(scope)
+        self.most = 0.0
+        """The largest number in the last table."""
 
     def visit(self, node: ast.AST) -> Any:
         if isinstance(node, ast.expr) and not isinstance(getattr(node, "ctx", None), ast.Store | ast.Del):
-            table = self._table_of(node)
+            table = self.make_table(node)
             if table is not None:
                 return table
         return super().visit(node)
 
-    def _table_of(self, node: ast.expr) -> ast.expr | None:
+    def make_table(self, node: ast.expr) -> ast.expr | None:
         at = self.scope.fresh("at")
         sizes = _Sizes(self.scope, at, self._sizes)
         asked = sizes.visit(substitute(node, self._named))
@@ -144,7 +164,8 @@ class _Tables(_Edit):
             return None
         first = next((number + 1 for number in range(middle - 1, -1, -1) if value(number) is None), 0)
         end = next((number for number in range(middle + 1, TABLE + 1) if value(number) is None), TABLE + 1)
-        kinds = {type(value(number)) for number in range(first, end)}
+        numbers = [value(number) for number in range(first, end)]
+        self.most, kinds = max(numbers), {*map(type, numbers)}
         kind = float if float in kinds else int if int in kinds else bool
         return first, end - first, _DTYPES[kind]
 

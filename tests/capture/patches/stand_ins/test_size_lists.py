@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from trueline.capture.export import torch_export
 from trueline.capture.ladder import climb
 from trueline.capture.model.eager import EagerSession
-from trueline.capture.patches import size_lengths
-from trueline.capture.patches.size_lists import SizeList
+from trueline.capture.patches.stand_ins import size_lengths
+from trueline.capture.patches.stand_ins.size_lists import SizeList
 from trueline.capture.proof.probes import make_probes
 from trueline.capture.proof.prove import prove
 from trueline.capture.subject import Subject

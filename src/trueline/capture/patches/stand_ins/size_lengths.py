@@ -1,21 +1,25 @@
 """`len` of a tensor, `int`, `float` and `math` of a size, and lists made of a size stay as free as the size in a trace.
 
 Python's own return plain numbers, and torch.export then makes a constant of the size. So the user's modules get a
-`len`, `int`, `float`, `min` and `max` of their own while the model is traced, the `math` and `bin` of `size_functions`,
-and the `range`, `list` and `tuple` of `size_lists`.
+`len`, `int`, `float`, `min`, `max` and `sum` of their own while the model is traced, the `math` and `bin` of
+`size_functions`, the `range`, `list` and `tuple` of `size_lists`, the lists of slices of `size_rows` and the `numpy` of
+`numpy_arrays`.
 """
 
 import builtins
 import functools
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from types import FunctionType
 from typing import Any
 
 import torch
 
-from trueline.capture.model.code_paths import users_functions
-from trueline.capture.patches import Patch, enter_at_calls, size_functions
-from trueline.capture.patches.size_lists import SizeList, TensorsOfLists, make_range
+from trueline.capture.model.code_paths import is_users, names_in, users_functions
+from trueline.capture.patches import Patch, enter_at_calls
+from trueline.capture.patches.stand_ins import numpy_arrays, size_functions, size_rows
+from trueline.capture.patches.stand_ins.size_lists import SizeList, TensorsOfLists, make_range
+from trueline.capture.patches.stand_ins.size_rows import ListsOfRows, SizeNumbers, SizeRows
 
 PATCH = Patch(
     issue="pytorch/pytorch#185804", versions="torch 2.13", cost="a second export", helps=("len(x)", "int(x.shape[1])")
@@ -23,9 +27,9 @@ PATCH = Patch(
 
 
 def _len(of: Any) -> Any:
-    if isinstance(of, SizeList):
+    if isinstance(of, SizeList | SizeRows):
         return of.length
-    return of.shape[0] if isinstance(of, torch.Tensor) and of.ndim else builtins.len(of)
+    return of.shape[0] if isinstance(of, torch.Tensor | numpy_arrays.ARRAY) and of.ndim else builtins.len(of)
 
 
 def _extreme(plain: Callable[..., Any], free: Callable[[Any, Any], Any]) -> Callable[..., Any]:
@@ -33,6 +37,8 @@ def _extreme(plain: Callable[..., Any], free: Callable[[Any, Any], Any]) -> Call
 
     def function(*of: Any, **named: Any) -> Any:
         given = of[0] if len(of) == 1 else of
+        if isinstance(given, SizeNumbers) and not named:
+            return getattr(given.tensor, plain.__name__)().item()
         numbers = isinstance(given, tuple | list) and all(isinstance(one, _NUMBERS) for one in given)
         if named or not numbers or not any(isinstance(one, torch.SymInt | torch.SymFloat) for one in given):
             return plain(*of, **named)
@@ -41,6 +47,8 @@ def _extreme(plain: Callable[..., Any], free: Callable[[Any, Any], Any]) -> Call
     return function
 
 
+NO_METHOD = "'SymInt' object has no attribute"
+NO_NUMBER = "Could not extract specialized integer from data-dependent expression"
 _NUMBERS = (builtins.int, builtins.float, torch.SymInt, torch.SymFloat)
 
 
@@ -77,44 +85,55 @@ class _Builtin(type):
 
 
 _SOURCES: dict[type, tuple[type, ...]] = {
-    torch.SymInt: (torch.SymInt, torch.SymFloat), torch.SymFloat: (torch.SymInt, torch.SymFloat), SizeList: (SizeList,),
-}  # fmt: skip
+    torch.SymInt: (torch.SymInt, torch.SymFloat),
+    torch.SymFloat: (torch.SymInt, torch.SymFloat),
+    SizeList: (SizeList, SizeRows),
+}
 
 
 def _builtin(plain: type, free: type, convert: Callable[[Any], Any]) -> type:
     return _Builtin(plain.__name__, (), {"plain": plain, "free": free, "convert": staticmethod(convert)})
 
 
+def _copy(of: Any) -> Any:
+    return of.copy()
+
+
 _BUILTINS = {
     "len": _len,
     "min": _extreme(builtins.min, torch.sym_min),
     "max": _extreme(builtins.max, torch.sym_max),
+    "sum": size_rows.add_up,
     "bin": size_functions.binary,
     "int": _builtin(int, torch.SymInt, torch.sym_int),
     "float": _builtin(float, torch.SymFloat, torch.sym_float),
     "range": make_range,
-    "list": _builtin(list, SizeList, SizeList.copy),
-    "tuple": _builtin(tuple, SizeList, SizeList.copy),
+    "list": _builtin(list, SizeList, _copy),
+    "tuple": _builtin(tuple, SizeList, _copy),
 }
-
-_NAMES = size_functions.NAMES | {"len", "int", "float", "min", "max"}
+_INSTEAD = (*size_functions.INSTEAD, *size_rows.INSTEAD, *numpy_arrays.INSTEAD)
+_NAMES = size_functions.NAMES | size_rows.NAMES | numpy_arrays.NAMES | {"len", "int", "float", "min", "max"}
 
 
 @contextmanager
 def keep_lengths_free(module: torch.nn.Module) -> Iterator[None]:
     """In the block, `len`, `int`, `float` and lists in the user's code of `module` stay functions of sizes."""
-    scopes = {id(function.__globals__): function.__globals__ for function in users_functions(module)}
+    scopes = {id(function.__globals__): function.__globals__ for function in _functions_of(module)}
     imported = [
         (scope, {name: held for name, held in scope.items() if held is theirs}, ours)
         for scope in scopes.values()
-        for theirs, ours in size_functions.INSTEAD
+        for theirs, ours in _INSTEAD
     ]
     try:
         for scope, names, ours in imported:
             scope |= dict.fromkeys(names, ours)
         for scope in scopes.values():
             scope |= {name: ours for name, ours in _BUILTINS.items() if name not in scope}
-        with enter_at_calls(module, TensorsOfLists()), size_functions.add_methods():
+        with ExitStack() as stack:
+            for mode in (TensorsOfLists(), ListsOfRows(), numpy_arrays.TensorsOfArrays()):
+                stack.enter_context(enter_at_calls(module, mode))
+            for block in (size_rows.keep_lists, size_functions.add_methods, numpy_arrays.keep_tensors):
+                stack.enter_context(block())
             yield
     finally:
         for scope, names, _ in imported:
@@ -125,9 +144,30 @@ def keep_lengths_free(module: torch.nn.Module) -> Iterator[None]:
                     del scope[name]
 
 
+def is_cause(message: str) -> bool:
+    """Whether torch's `message` may be about a method that a symbolic size has not, an array of a traced tensor, or a
+    number that is taken out of one."""
+    return any(one in message for one in (NO_METHOD, NO_NUMBER)) or numpy_arrays.is_cause(message)
+
+
 def may_help(module: torch.nn.Module) -> bool:
-    """Whether the user's code of `module` takes a length, makes a number of something, or a list of a range."""
+    """Whether the user's code of `module` takes a length, makes a number or an array of something, adds up rows, or
+    makes a list of a range."""
     return any(
         not _NAMES.isdisjoint(names) or ("range" in names and not {"list", "tuple"}.isdisjoint(names))
-        for names in (function.__code__.co_names for function in users_functions(module))
+        for names in (names_in(function.__code__) for function in _functions_of(module))
     )
+
+
+def _functions_of(module: torch.nn.Module) -> list[FunctionType]:
+    """The methods of the user's modules, and the users' functions that these name."""
+    found = {id(function): function for function in users_functions(module)}
+    waiting = [*found.values()]
+    while waiting:
+        function = waiting.pop()
+        for name in names_in(function.__code__):
+            named = function.__globals__.get(name)
+            if isinstance(named, FunctionType) and id(named) not in found and is_users(named.__code__.co_filename):
+                found[id(named)] = named
+                waiting.append(named)
+    return [*found.values()]

@@ -193,6 +193,8 @@ INSTEAD: tuple[tuple[Any, Any], ...] = (
     *((getattr(math, name), getattr(_FREE, name)) for name in _TENSOR_FUNCTIONS),
 )
 """What a user's module imports, and what it has while the model is traced."""
+OF_NUMBERS = {name: getattr(_FREE, name) for name in _TENSOR_FUNCTIONS}
+"""Functions of `math`, by name, that are tensors of no dimension for a size."""
 NAMES = frozenset({"sqrt", "isqrt", "gcd", "lcm", "comb", "bin", "bit_length", "bit_count", *_TENSOR_FUNCTIONS})
 
 
