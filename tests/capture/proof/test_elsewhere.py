@@ -134,10 +134,12 @@ class InTheOrderOfKeptKeys(Towers):
         return self.join(x, names)
 
 
+CHOSEN = (lambda: {"age", "kind"}), (lambda: {"size"})  # on one line
+
+
 class InTheOrderOfTheFirstLambda(Towers):
     def forward(self, x: Tensor) -> Tensor:
-        first, second = (lambda: {"age", "kind"}), (lambda: {"size"})
-        return self.join(x, [*first(), *second()])  # the first set
+        return self.join(x, [*CHOSEN[0](), *CHOSEN[1]()])  # the first set
 
 
 class SortsByHash(Towers):

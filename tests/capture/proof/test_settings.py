@@ -75,6 +75,11 @@ class BranchesByVersion(nn.Module):
         return x * 2 if sys.version_info >= (3, 9) else x  # version
 
 
+class BranchesByALaterVersion(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x * 2 if sys.version_info >= (3, 40) else x  # later version
+
+
 class ChoosesByVersion(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return x.relu() if sys.version_info >= (3, 9) else x.clamp(min=0)
@@ -169,6 +174,7 @@ def find_unsteady(model: type[nn.Module]) -> Unsteady | None:
         (BranchesByOptions, "the options with which Python was started", "options"),
         (BranchesByPlatform, "the platform", "platform"),
         (BranchesByVersion, "the version of Python", "version"),
+        (BranchesByALaterVersion, "the version of Python", "later version"),
         (CountsProcessors, "the machine", "processors"),
         (ReadsErrorStates, "numpy's error state", "error state"),
         (PrintsATensor, "how torch and numpy print numbers", "prints"),
@@ -211,3 +217,9 @@ def test_settings_are_afterwards_as_they_were() -> None:
     for model in (*models, *more):
         find_unsteady(model)
     assert read() == before
+
+
+def test_a_time_zone_of_the_users_own_is_the_same_afterwards(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TZ", "UTC")
+    find_unsteady(ReadsTheZone)
+    assert os.environ["TZ"] == "UTC"

@@ -114,14 +114,6 @@ class _GiveSets(ast.NodeTransformer):
         kept: Any = _give(ast.copy_location(ast.Name(id=node.target.id, ctx=ast.Load()), node))
         return [changed, ast.copy_location(ast.Assign(targets=[target], value=kept), node)]
 
-    def visit_Compare(self, node: ast.Compare) -> ast.AST:
-        """A set that is only asked has no order."""
-        for at, (how, one) in enumerate(zip(node.ops, node.comparators, strict=True)):
-            if not (isinstance(how, ast.In | ast.NotIn) and isinstance(one, ast.Set)):
-                node.comparators[at] = self.visit(one)
-        node.left = self.visit(node.left)
-        return node
-
 
 def _give(node: Any) -> ast.AST:
     call = ast.Call(func=ast.Name(id=REPLACE, ctx=ast.Load()), args=[node], keywords=[])

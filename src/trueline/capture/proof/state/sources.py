@@ -197,7 +197,10 @@ def read_outside(question: Question) -> Readings:
         readings.makers = makers
         with quietly(), _standing_in(question, readings), reading(readings, find_places(question)):
             readings.changes = question.differs(memento)
-        if not readings.changes:
+            ordered = elsewhere.ORDER in readings.lines
+            if readings.changes and ordered:  # a copy of a set may have another order than the set
+                readings.changes = question.differs(memento, exactly=False)
+        if ordered or not readings.changes:
             break
     return readings
 
@@ -209,6 +212,9 @@ def find_outside_influence(question: Question, first: Readings) -> Influence | N
         return Influence(path=file, how="it reads that file on each call, and the content can change", place=line)
     for path, line in first.asked.items():
         return Influence(path=path, how="it asks for that path on each call, and what is there can change", place=line)
+    if first.changes and elsewhere.ORDER in first.lines:
+        how = f"it answers differently in another process or on another machine ({first.changes})"
+        return Influence(path=elsewhere.ORDER, how=how, place=first.lines[elsewhere.ORDER])
     if first.changes or not (first.lines or first.variables):
         return None  # a stand-in is not accepted as what it stands for, or nothing is read
     memento, places = Memento(explicit_state.users_own(question.eager.module)), find_places(question)
