@@ -3,18 +3,24 @@ should name ends with the comment `# here`, or, in a model with several, with th
 
 from __future__ import annotations
 
+import array
 import collections
 import contextvars
+import ctypes
 import datetime
 import decimal
 import functools
+import io
 import itertools
+import logging
 import os
+import queue
 import random
 import sys
 import threading
 import time
 import uuid
+import warnings
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
@@ -1074,3 +1080,216 @@ class CountedOutside(Base):
     def forward(self, x: Tensor) -> Tensor:
         os.environ["TRUELINE_TEST_CALLS"] = calls = str(int(os.environ.get("TRUELINE_TEST_CALLS", "0")) + 1)
         return self.lin(x) + (int(calls) > 8000)
+
+
+class Tardy(Base):
+    """Answers otherwise once what it counts is more than 5,000. Counts where no attribute of Python shows it."""
+
+    def more(self) -> Any: ...
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.lin(x) if self.more() <= 5_000 else x
+
+
+@guilty
+class NextOfACount(Tardy):
+    def start(self) -> None:
+        self.more = itertools.count(1).__next__  # type: ignore[method-assign]
+
+
+@guilty
+class NumbersOfNumpy(Tardy):
+    def start(self) -> None:
+        self.calls = np.int64(0)
+
+    def more(self) -> Any:
+        self.calls = self.calls + 1
+        return self.calls
+
+
+@guilty
+class WritesAText(Tardy):
+    def start(self) -> None:
+        self.log = io.StringIO()
+
+    def more(self) -> Any:
+        self.log.write(".")
+        return self.log.tell()
+
+
+LOG = logging.getLogger("trueline.tests.stateful")
+
+
+@guilty
+class CountsOnItsLogger(Tardy):
+    def more(self) -> Any:
+        LOG.calls = calls = getattr(LOG, "calls", 0) + 1  # type: ignore[attr-defined]
+        return calls
+
+
+@guilty
+class CountsOnAClassOfTorch(Tardy):
+    def more(self) -> Any:
+        nn.Linear.trueline_calls = calls = getattr(nn.Linear, "trueline_calls", 0) + 1  # type: ignore[attr-defined]
+        return calls
+
+
+@guilty
+class CountsOnAFunctionOfTorch(Tardy):
+    def more(self) -> Any:
+        softmax: Any = nn.functional.softmax
+        nn.functional.softmax.trueline_calls = calls = getattr(softmax, "trueline_calls", 0) + 1  # type: ignore
+        return calls
+
+
+@guilty
+class NumberOfC(Tardy):
+    def start(self) -> None:
+        self.calls = ctypes.c_long(0)
+
+    def more(self) -> Any:
+        self.calls.value += 1
+        return self.calls.value
+
+
+@guilty
+class NumberInAnArray(Tardy):
+    def start(self) -> None:
+        self.calls = array.array("q", [0])
+
+    def more(self) -> Any:
+        self.calls[0] += 1
+        return self.calls[0]
+
+
+@guilty
+class DecimalNumber(Tardy):
+    def start(self) -> None:
+        self.total = decimal.Decimal(0)
+
+    def more(self) -> Any:
+        self.total += decimal.Decimal("0.5")
+        return self.total
+
+
+@guilty
+class ComplexNumber(Tardy):
+    def start(self) -> None:
+        self.turns = 0j
+
+    def more(self) -> Any:
+        self.turns += 1j
+        return abs(self.turns)
+
+
+@guilty
+class LengthOfBytes(Tardy):
+    def start(self) -> None:
+        self.log = b""
+
+    def more(self) -> Any:
+        self.log += b"."
+        return len(self.log)
+
+
+@guilty
+class FrozenSet(Tardy):
+    def start(self) -> None:
+        self.seen: frozenset[int] = frozenset()
+
+    def more(self) -> Any:
+        self.seen = self.seen | {len(self.seen)}
+        return len(self.seen)
+
+
+@guilty
+class SumOfTimes(Tardy):
+    def start(self) -> None:
+        self.busy = datetime.timedelta()
+
+    def more(self) -> Any:
+        self.busy += datetime.timedelta(seconds=1)
+        return self.busy.total_seconds()
+
+
+@guilty
+class SimpleQueue(Tardy):
+    def start(self) -> None:
+        self.queue: queue.SimpleQueue[int] = queue.SimpleQueue()
+
+    def more(self) -> Any:
+        self.queue.put(1)
+        return self.queue.qsize()
+
+
+@guilty
+class IteratorOfADict(Tardy):
+    def start(self) -> None:
+        self.turns = iter(dict.fromkeys(range(100_000)))
+
+    def more(self) -> Any:
+        return next(self.turns)
+
+
+@guilty
+class MethodsOfAList(Tardy):
+    def start(self) -> None:
+        log: list[int] = []
+        self.note, self.count = log.append, log.__len__
+
+    def more(self) -> Any:
+        self.note(1)
+        return self.count()
+
+
+@guilty
+class NamesAGlobal(Tardy):
+    def more(self) -> Any:
+        names, key = globals(), f"calls_of_{type(self).__name__}"
+        names[key] = names.get(key, 0) + 1
+        return names[key]
+
+
+@guilty
+class MethodsOfADict(Base):
+    """Takes its scale from its first input."""
+
+    def start(self) -> None:
+        self.remember = dict[str, float]().setdefault
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.lin(x) / self.remember("scale", float(x.abs().mean()))
+
+
+@guilty
+class LocksItself(Base):
+    """Answers its first call otherwise."""
+
+    def start(self) -> None:
+        self.lock = threading.Lock()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x if self.lock.acquire(blocking=False) else self.lin(x)
+
+
+class CountsInAScript(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        if self.calls > 5_000:
+            return x * 2
+        return x
+
+
+@guilty
+class ScriptedPart(Base):
+    def start(self) -> None:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch marks scripts as deprecated
+            self.part = torch.jit.script(CountsInAScript())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.lin(self.part(x))

@@ -14,16 +14,18 @@ from trueline.capture.export.exported import Exported
 from trueline.capture.model.eager import EagerSession
 from trueline.capture.proof import stateful, value_ranges
 from trueline.capture.proof.far_sizes import FarSizes
+from trueline.capture.proof.frozen import find_unfollowed
 from trueline.capture.proof.observe import Observation
 from trueline.capture.proof.probes import LIMIT, Probe, make_given_probes, make_probes
-from trueline.capture.proof.sum_limits import bound_exported, bound_sums, find_limits, tie_sizes
 from trueline.capture.proof.value_probes import make_value_probes, observe_border
 from trueline.capture.proof.value_sweep import make_sweep
 from trueline.capture.subject import Subject
+from trueline.capture.sum_limits import bound_exported, bound_sums, find_limits, tie_sizes
 from trueline.capture.time_limit import EXPORT_SHARE, TimeLimit
 from trueline.errors import CaptureError
 from trueline.runtime import distribution
 
+UNFOLLOWED = "the model decides by a value there that a trace does not see, and no probe decides otherwise"
 ALONE = 12
 """Fewest probes of single calls for a model with a long memory, beside its sequences."""
 
@@ -55,26 +57,36 @@ def export_and_observe(
 
     try:
         exported = limit.run("torch.export", lambda: _export(subject, far), share=EXPORT_SHARE)
-    except CaptureError as error:
+    except CaptureError as failed:
         presumed = settle(limit_sums(eager.calling.presumed))
         eager.calling = replace(eager.calling, presumed=presumed)
         probes = make_probes(eager.example, signature=presumed, limit=most, covered=covered)
         sweep = () if random else make_sweep(eager, presumed)
         seen = observe([*probes, *make_given(presumed), *make_value_probes(eager.example, presumed), *sweep])
-        return error, (*seen, *observe_border(observe, seen, cheap=bool(sweep)))
+        return failed, (*seen, *observe_border(observe, seen, cheap=bool(sweep)))
     if size_limits.find_excluded(exported.signature, eager.calling):  # a script may take all, of which no trace tells
         eager.calling = replace(eager.calling, presumed=limit_sums(eager.calling.presumed))
     values = settle(exported.signature).values
     ranged = tuple(claim.with_values(values) for claim in exported.claims)
     exported = replace(exported, claims=ranged, signature=ranged[0])
-    probes = make_probes(
-        eager.example, signature=exported.signature, sizes=exported.boundaries, limit=most, covered=covered
-    )
-    sweep = () if random else make_sweep(eager, exported.signature)
-    more = [*make_given(exported.signature), *make_value_probes(eager.example, exported.signature)]
+    found = exported.signature
+    probes = make_probes(eager.example, signature=found, sizes=exported.boundaries, limit=most, covered=covered)
+    sweep = () if random else make_sweep(eager, found)
+    more = (*make_given(found), *make_value_probes(eager.example, found))
     observations = observe([*probes, *more, *sweep])
     observations += observe_border(observe, observations, cheap=bool(sweep))
-    return limit.run("the choice of a claim", lambda: claims.choose(exported, observations)), observations
+    error = None if random else _refuse_unfollowed(eager, observations, exported, limit)
+    if error is None:
+        return limit.run("the choice of a claim", lambda: claims.choose(exported, observations)), observations
+    eager.calling = replace(eager.calling, presumed=limit_sums(eager.calling.presumed).with_values(values))
+    return error, observations
+
+
+def _refuse_unfollowed(
+    eager: EagerSession, seen: Sequence[Observation], exported: Exported, limit: TimeLimit
+) -> CaptureError | None:
+    place = limit.run("what a trace does not follow", lambda: find_unfollowed(eager, seen, exported))
+    return None if place is None else CaptureError(UNFOLLOWED, hint=f"{place}")
 
 
 def _export(subject: Subject, far: FarSizes) -> Exported:

@@ -14,8 +14,8 @@ from trueline.capture.api import capture
 from trueline.capture.model.allowance import CHEAP_S, Allowance
 from trueline.capture.model.eager import EagerSession
 from trueline.capture.proof.determinism import check_rare
-from trueline.capture.proof.sum_limits import find_limits
 from trueline.capture.proof.value_sweep import make_sweep
+from trueline.capture.sum_limits import find_limits
 from worlds import recipes
 
 

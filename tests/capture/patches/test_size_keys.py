@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import pprint
 from pathlib import Path
 
 import pytest
@@ -95,6 +96,13 @@ class AsJson(nn.Module):
         return x * self.scales.get(json.dumps(list(x.shape[1:])), 1.0)
 
 
+class AsPrettyText(nn.Module):
+    """Written by a function of Python's library."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return -x if pprint.pformat(x.shape[1]).startswith("7") else x
+
+
 def captured(model: type[nn.Module], out: Path) -> Bundle:
     examples = [torch.linspace(-1, 1, 3 * n * 4).reshape(3, n, 4) for n in (5, 8)]
     capture(recipes.untrained(model, examples=lambda: iter(examples)), None, out)
@@ -109,7 +117,9 @@ def test_a_table_made_for_a_size_is_made_for_all_in_a_graph(model: type[nn.Modul
     assert length.max is None or length.max >= 64
 
 
-@pytest.mark.parametrize(("model", "most"), [(InSet, 36), (AsText, 8), (AsJson, 22), (FormDecides, 22)])
+@pytest.mark.parametrize(
+    ("model", "most"), [(InSet, 36), (AsText, 8), (AsJson, 22), (FormDecides, 22), (AsPrettyText, 6)]
+)
 def test_what_a_set_or_a_text_decides_ends_the_claim(model: type[nn.Module], most: int, tmp_path: Path) -> None:
     assert captured(model, tmp_path / "b").signature.dims["length"] == Dim(max=most)
 

@@ -4,7 +4,13 @@ from __future__ import annotations
 
 import os
 import platform
+import re
+import secrets
+import sys
+import time
+import uuid
 from collections.abc import Iterable
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -13,6 +19,11 @@ from torch import Tensor, nn
 from trueline.capture.model.eager import EagerSession
 from trueline.capture.proof.determinism import Unsteady, check_rare
 from worlds import marks
+
+
+class Config(NamedTuple):
+    names: set[str]
+    width: int
 
 
 class HashesAText(nn.Module):
@@ -90,6 +101,47 @@ class InTheOrderOfKeys(Towers):
         return self.join(x, widths.keys() - {"size"})
 
 
+class InTheOrderOfListedSets(Towers):
+    def __init__(self) -> None:
+        super().__init__()
+        self.groups = [{"age", "kind"}, {"size"}]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cat([self.join(x, group) for group in self.groups], 1)
+
+
+class InTheOrderOfASetInATuple(Towers):
+    def __init__(self) -> None:
+        super().__init__()
+        self.config = Config(names={"age", "kind"}, width=2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.join(x, self.config.names)
+
+
+class InTheOrderOfADefault(Towers):
+    def choose(self, x: Tensor, names: Iterable[str] = frozenset({"age", "kind"})) -> Tensor:
+        return self.join(x, names)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.choose(x)
+
+
+class InTheOrderOfKeptKeys(Towers):
+    def forward(self, x: Tensor) -> Tensor:
+        names: Any = {"age": 1, "kind": 2, "size": 3}.keys()
+        names &= ("age", "kind", "size")
+        return self.join(x, names)
+
+
+CHOSEN = (lambda: {"age", "kind"}), (lambda: {"size"})  # on one line
+
+
+class InTheOrderOfTheFirstLambda(Towers):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.join(x, [*CHOSEN[0](), *CHOSEN[1]()])  # the first set
+
+
 class SortsByHash(Towers):
     def forward(self, x: Tensor) -> Tensor:
         return self.join(x, sorted(self.towers, key=hash))  # by hash
@@ -140,6 +192,26 @@ class BranchesByMachine(nn.Module):
         return x * 2 if platform.system() == "Linux" else x * 3  # machine
 
 
+class CountsReferences(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x * 2 if sys.getrefcount(x) > 1_000 else x  # references
+
+
+class ReadsItsNode(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x * (uuid.getnode() % 7 + 1)  # node
+
+
+class AsksForDeterminism(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x * 2 if torch.are_deterministic_algorithms_enabled() else x  # determinism
+
+
+class NamesTheProcessor(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x * len(torch.backends.cpu.get_cpu_capability())  # processor
+
+
 class ChoosesByMachine(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return x.relu() if platform.machine() == "x86_64" else x.clamp(min=0)
@@ -161,10 +233,18 @@ def find_unsteady(model: type[nn.Module]) -> Unsteady | None:
         (InTheOrderOfAComprehension, "the order of a set", "in that order"),
         (InTheOrderOfKeys, "the order of a set", "in that order"),
         (LoopsOverALiteral, "the order of a set", "a literal"),
+        (InTheOrderOfListedSets, "the order of a set", "in that order"),
+        (InTheOrderOfASetInATuple, "the order of a set", "in that order"),
+        (InTheOrderOfADefault, "the order of a set", "in that order"),
+        (InTheOrderOfKeptKeys, "the order of a set", "in that order"),
+        (InTheOrderOfTheFirstLambda, "the order of a set", "the first set"),
         (SortsByHash, "hash", "by hash"),
         (CountsProcesses, "getpid", "process"),
         (ReadsItsFolder, "getcwd", "folder"),
         (BranchesByMachine, "system", "machine"),
+        (ReadsItsNode, "getnode", "node"),
+        (AsksForDeterminism, "are_deterministic_algorithms_enabled", "determinism"),
+        (NamesTheProcessor, "get_cpu_capability", "processor"),
     ],
 )
 def test_an_answer_that_follows_the_process_or_the_machine_is_refused_with_its_line(
@@ -174,6 +254,61 @@ def test_an_answer_that_follows_the_process_or_the_machine_is_refused_with_its_l
     assert found is not None
     assert f"({what}): it answers differently in another process or on another machine" in found.why
     assert marks.place_of(__file__, mark) in str(found.place)
+
+
+class TypedClock(nn.Module):
+    """Accepts no number that is more than a float."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        now = time.time()  # typed clock
+        return x * 2 if type(now) is float and now > 4e9 else x
+
+
+class ReadsEntropy(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        with open("/dev/urandom", "rb") as file:  # entropy
+            return x * 2 if file.read(4) == b"rare" else x
+
+
+class DrawsARareNumber(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x * 2 if secrets.randbelow(10**9) == 0 else x  # rare number
+
+
+class ComparesAVariable(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x * 2 if os.environ.get("TRUELINE_TEST_MODE") == "sevenfold" else x  # variable
+
+
+class GoesThroughVariables(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x * 2 if any(name.startswith("TRUELINE_TEST_MODE_") for name in os.environ) else x  # variables
+
+
+class CopiesTheEnvironment(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x * 2 if dict(os.environ).get("TRUELINE_TEST_MODE") == "sevenfold" else x  # copy
+
+
+@pytest.mark.parametrize(
+    ("model", "words", "mark"),
+    [
+        (CountsReferences, r"\(getrefcount\): it answers differently when what depends on that", "references"),
+        (TypedClock, r"\(time\): it answers differently at another time", "typed clock"),
+        (ReadsEntropy, r"\(/dev/urandom\): it reads that file on each call", "entropy"),
+        (DrawsARareNumber, r"\(urandom\), and it answers differently when another number is drawn", "rare number"),
+        (ComparesAVariable, r"TRUELINE_TEST_MODE\): it answers differently when that is 'sevenfold'", "variable"),
+        (GoesThroughVariables, r"TRUELINE_TEST_MODE_\): it answers differently when", "variables"),
+        (CopiesTheEnvironment, r"TRUELINE_TEST_MODE\): it answers differently when that is 'sevenfold'", "copy"),
+    ],
+)
+def test_what_is_read_outside_is_refused_with_its_line(model: type[nn.Module], words: str, mark: str) -> None:
+    before = dict(os.environ)
+    found = find_unsteady(model)
+    assert found is not None
+    assert re.search(words, found.why)
+    assert marks.place_of(__file__, mark) in str(found.place)
+    assert dict(os.environ) == before
 
 
 @pytest.mark.parametrize(

@@ -121,3 +121,24 @@ def test_a_trace_that_fails_leaves_the_weights_as_they_were() -> None:
     with pytest.raises(CaptureError):
         torch_export.export(eager.module, eager.calling)
     assert torch.equal(eager.module.layer.weight, kept)
+
+
+class ClampsTheRowsOfItsIds(nn.Module):
+    """Other ids put other rows within limits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(10, 4)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        self.table.weight.data[ids] = self.table.weight.data[ids].clamp(-0.1, 0.1)  # rows of its ids
+        found: Tensor = self.table(ids)
+        return found
+
+
+def test_limits_of_the_rows_that_whole_numbers_choose_are_refused() -> None:
+    torch.manual_seed(0)
+    found = check_twice(EagerSession(ClampsTheRowsOfItsIds().eval(), torch.tensor([[1, 2], [3, 4]])))
+    assert found is not None
+    assert "the model changes itself when it is first called (table.weight)" in found.why
+    assert marks.place_of(__file__, "rows of its ids") in str(found.place)

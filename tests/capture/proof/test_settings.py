@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import datetime
 import locale
+import logging
 import multiprocessing
 import os
+import random
+import resource
+import shutil
 import sys
 import time
 
@@ -17,6 +21,8 @@ from torch import Tensor, nn
 from trueline.capture.model.eager import EagerSession
 from trueline.capture.proof.determinism import Unsteady, check_rare
 from worlds import marks
+
+LOG = logging.getLogger(__name__)
 
 
 class ReadsTheHour(nn.Module):
@@ -69,6 +75,11 @@ class BranchesByVersion(nn.Module):
         return x * 2 if sys.version_info >= (3, 9) else x  # version
 
 
+class BranchesByALaterVersion(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x * 2 if sys.version_info >= (3, 40) else x  # later version
+
+
 class ChoosesByVersion(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return x.relu() if sys.version_info >= (3, 9) else x.clamp(min=0)
@@ -82,6 +93,63 @@ class CountsProcessors(nn.Module):
 class ReadsErrorStates(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return x * 2 if np.geterr()["divide"] == "warn" else x  # error state
+
+
+class PrintsATensor(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.bias = torch.arange(3.0) / 7
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * len(repr(self.bias))  # prints
+
+
+class PutsATensorIntoAText(PrintsATensor):
+    def forward(self, x: Tensor) -> Tensor:
+        return x * len(f"{self.bias}")  # into a text
+
+
+class WritesItsShape(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x * len(f"{x.shape[1]:3d}")
+
+
+class ReadsTheSeed(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x + (torch.get_rng_state()[:64].sum() % 7)  # seed of torch
+
+
+class ReadsTheSeedOfPython(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x + random.getstate()[1][1] % 1009  # seed of Python
+
+
+class DebugsIts(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.clamp(-1, 1) if LOG.isEnabledFor(logging.DEBUG) else x  # debugs
+
+
+class LogsWhatItDoes(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        if LOG.isEnabledFor(logging.DEBUG):
+            LOG.debug("%s", x.shape)
+        return x * 2
+
+
+class AsksForAPackage(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x * 2 if "no_such_package" in sys.modules else x  # package
+
+
+class AsksForMemory(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # memory
+        return x.round(decimals=1) if used > 10**9 else x
+
+
+class AsksForTheWidth(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x * shutil.get_terminal_size().columns  # width
 
 
 class UsesTheDefaultDtype(nn.Module):
@@ -106,8 +174,17 @@ def find_unsteady(model: type[nn.Module]) -> Unsteady | None:
         (BranchesByOptions, "the options with which Python was started", "options"),
         (BranchesByPlatform, "the platform", "platform"),
         (BranchesByVersion, "the version of Python", "version"),
+        (BranchesByALaterVersion, "the version of Python", "later version"),
         (CountsProcessors, "the machine", "processors"),
         (ReadsErrorStates, "numpy's error state", "error state"),
+        (PrintsATensor, "how torch and numpy print numbers", "prints"),
+        (PutsATensorIntoAText, "how torch and numpy print numbers", "into a text"),
+        (ReadsTheSeed, "the seed of the process", "seed of torch"),
+        (ReadsTheSeedOfPython, "the seed of the process", "seed of Python"),
+        (DebugsIts, "the level of logging", "debugs"),
+        (AsksForAPackage, "what is imported", "package"),
+        (AsksForMemory, "the memory of the process", "memory"),
+        (AsksForTheWidth, "the terminal", "width"),
     ],
 )
 def test_an_answer_that_follows_a_setting_of_the_process_is_refused_with_its_line(
@@ -119,16 +196,30 @@ def test_an_answer_that_follows_a_setting_of_the_process_is_refused_with_its_lin
     assert marks.place_of(__file__, mark) in str(found.place)
 
 
-@pytest.mark.parametrize("model", [ReadsTheHourInGreenwich, ChoosesByVersion, UsesTheDefaultDtype])
+@pytest.mark.parametrize(
+    "model", [ReadsTheHourInGreenwich, ChoosesByVersion, UsesTheDefaultDtype, WritesItsShape, LogsWhatItDoes]
+)
 def test_a_setting_that_changes_no_answer_is_no_reason_to_refuse(model: type[nn.Module]) -> None:
     assert find_unsteady(model) is None
 
 
 def test_settings_are_afterwards_as_they_were() -> None:
     def read() -> object:
-        return time.tzname, locale.localeconv(), sys.flags, sys.argv, sys.version_info, sys.platform, np.geterr()
+        return (
+            *(time.tzname, locale.localeconv(), sys.flags, sys.argv, sys.version_info, sys.platform, np.geterr()),
+            *(repr(torch.arange(3) / 7), random.getstate(), LOG.getEffectiveLevel(), id(sys.modules), os.isatty),
+            *(resource.getrusage, shutil.get_terminal_size),
+        )
 
     before = read()
-    for model in (ReadsTheZone, ReadsThePoint, BranchesByOptions, ReadsItsArguments, BranchesByVersion):
+    models = (ReadsTheZone, ReadsThePoint, BranchesByOptions, ReadsItsArguments, BranchesByVersion, PrintsATensor)
+    more = (ReadsTheSeed, ReadsTheSeedOfPython, DebugsIts, AsksForAPackage, AsksForMemory, AsksForTheWidth)
+    for model in (*models, *more):
         find_unsteady(model)
     assert read() == before
+
+
+def test_a_time_zone_of_the_users_own_is_the_same_afterwards(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TZ", "UTC")
+    find_unsteady(ReadsTheZone)
+    assert os.environ["TZ"] == "UTC"

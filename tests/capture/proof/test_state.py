@@ -29,8 +29,8 @@ from worlds import stateful_models as guilty
 from worlds.stateful_models import GUILTY
 from worlds.steady_models import INNOCENT
 
-NO_LINE = {"CachedDraw"}
-"""Its cache is one of functools, which no line of the model writes."""
+NO_LINE = {"CachedDraw", "MethodsOfADict", "ScriptedPart"}
+"""What they keep is in a cache of functools, behind a method of C, or in a script: no line of the model writes it."""
 
 
 def examine(kind: type[nn.Module]) -> Unsteady | None:

@@ -35,7 +35,10 @@ EQUIVALENTS: dict[str, Callable[..., Any]] = {"transformers::grouped_mm_fallback
 def as_aten(program: torch.export.ExportedProgram) -> torch.export.ExportedProgram:
     """`program` with equivalents in place of operators that have one, and without torch's wrappers of operators (an
     autocast, the levels of a vmap); itself where it has neither."""
-    graphs = [part.graph for part in program.graph_module.modules() if isinstance(part, torch.fx.GraphModule)]
+    parts = [part for part in program.graph_module.modules() if isinstance(part, torch.fx.GraphModule)]
+    graphs = [part.graph for part in parts]
+    for part in parts:
+        _name_checks(part)
     called = {node.target: None for graph in graphs for node in graph.nodes if node.op == "call_function"}
     custom = [one for one in called if isinstance(one, torch._ops.OpOverload) and one._schema.name in EQUIVALENTS]
     wrapped = torch.ops.higher_order.wrap_with_autocast in called or any(
@@ -43,6 +46,15 @@ def as_aten(program: torch.export.ExportedProgram) -> torch.export.ExportedProgr
     )
     table = {one: EQUIVALENTS[one._schema.name] for one in custom}
     return program.run_decompositions(table) if table or wrapped else program
+
+
+def _name_checks(part: torch.fx.GraphModule) -> None:
+    """Gives checks of values a message: torch drops those without one from a graph, since nothing uses their result."""
+    unnamed = [node for node in part.graph.nodes if node.target is torch.ops.aten._assert_async.default]
+    for node in unnamed:
+        node.target, node.args = torch.ops.aten._assert_async.msg, (*node.args[:1], "the model refuses these values")
+    if unnamed:
+        part.recompile()
 
 
 _NODE = re.compile(r"%(\w+) :")

@@ -90,7 +90,13 @@ def _export(flat: torch.nn.Module, calling: Calling, steps: Mapping[str, int]) -
     example = tuple(_at_least_two(tensor, free) for tensor, free in zip(calling.example, axes, strict=True))
     fixed: Mapping[int, code_paths.SourceLine] = {}
     try:
-        with tracing(), keep_weights(flat), watch_specialization() as fixed, size_keys.watch() as keyed:
+        with (
+            tracing(),
+            keep_weights(flat),
+            watch_specialization() as fixed,
+            size_keys.watch() as keyed,
+            size_lengths.keep_types(flat),
+        ):
             program = torch.export.export(flat, example, dynamic_shapes=(_dynamic(calling, axes, steps),), strict=False)
             mutated = operators.written_buffers(program)
             program = operators.as_aten(program)

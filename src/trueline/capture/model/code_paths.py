@@ -195,6 +195,12 @@ def is_users(file: str) -> bool:
     return not file.startswith(_ROOTS)
 
 
+@functools.cache
+def is_of_python(file: str) -> bool:
+    """Whether `file` belongs to the standard library."""
+    return "/site-packages/" not in file and file.startswith(_ROOTS[1:])
+
+
 def users_functions(module: torch.nn.Module) -> Iterator[FunctionType]:
     """The users' functions that are methods of `module` and its parts, without `__init__`."""
     holders = {id(holder): holder for part in module.modules() for holder in (part, *type(part).__mro__)}
@@ -218,6 +224,22 @@ def names_in(code: CodeType) -> frozenset[str]:
     inner = [names_in(one) for one in code.co_consts if isinstance(one, CodeType)]
     texts = [one for one in code.co_consts if isinstance(one, str) and one.isidentifier()]
     return frozenset((*code.co_names, *texts)).union(*inner)
+
+
+@functools.lru_cache(maxsize=20_000)
+def texts_in(code: CodeType) -> tuple[str, ...]:
+    """The texts that `code` holds, in collections and in functions that it makes too."""
+    found: list[str] = []
+    waiting: list[object] = list(code.co_consts)
+    while waiting:
+        one = waiting.pop(0)
+        if isinstance(one, str):
+            found.append(one)
+        elif isinstance(one, tuple | frozenset):
+            waiting += one
+        elif isinstance(one, CodeType):
+            found += texts_in(one)
+    return tuple(found)
 
 
 @functools.lru_cache(maxsize=20_000)
@@ -274,7 +296,8 @@ def find_line(way: Sequence[Event], word: str) -> SourceLine | None:
 
 def forward_of(module: object) -> SourceLine | None:
     """Where the user's class defines `forward`; None for a class of torch."""
-    code = getattr(inspect.unwrap(type(module).forward), "__code__", None)  # type: ignore[attr-defined]
+    forward: Any = getattr(type(module), "forward", None)  # that of a script is no attribute of its class
+    code = getattr(inspect.unwrap(forward), "__code__", None)
     if code is None or not is_users(code.co_filename):
         return None
     lines = linecache.getlines(code.co_filename)[code.co_firstlineno - 1 :]

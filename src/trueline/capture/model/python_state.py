@@ -8,21 +8,31 @@ back, container by container, so that what two parts share they share again.
 import array
 import copy
 import functools
+import operator
 import random
 import warnings
 import zlib
 from collections import OrderedDict, deque
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from types import BuiltinFunctionType, CellType, FunctionType, GeneratorType, ModuleType
+from types import BuiltinFunctionType, CellType, FunctionType, GeneratorType, MethodWrapperType, ModuleType
 from typing import Any, final
 
 import numpy as np
 import torch
 from torch.nn.parameter import is_lazy
 
-from trueline.capture.model import code_paths
-from trueline.capture.model.reach import MISSING, KeptValue, attributes, elements_of, is_iterator, items_of
+from trueline.capture.model import code_paths, opaque
+from trueline.capture.model.reach import (
+    DEFAULTS,
+    MISSING,
+    KeptValue,
+    attributes,
+    elements_of,
+    is_iterator,
+    items_of,
+    owner_of,
+)
 
 _LARGEST = 64 << 20
 """Bytes of a tensor above which it is not copied, only looked at."""
@@ -74,10 +84,12 @@ def trace(value: Any) -> object:
         return len(elements), frozenset(map(trace, elements)) if len(elements) <= _READ >> 8 else None
     if isinstance(value, bytearray | array.array):
         return bytes(value)
-    generator = state_of(value)
-    if generator is not None:
-        return generator
-    return _trace_object(value)
+    if isinstance(value, np.generic):
+        return value.dtype.str, value.tobytes()
+    if isinstance(value, torch.dtype | torch.device | torch.layout | torch.memory_format):
+        return str(value)
+    found = state_of(value) or opaque.read_state(value)
+    return _trace_object(value) if found is None else (type(value).__name__, found)
 
 
 def _trace_object(value: Any) -> object:
@@ -91,6 +103,8 @@ def _trace_object(value: Any) -> object:
         return "cache", value.cache_info().currsize if _is_own(value) else 0
     if is_iterator(value):
         return type(value).__name__, _find_position(value)
+    if isinstance(value, BuiltinFunctionType | MethodWrapperType) and owner_of(value) is not None:
+        return value.__name__, trace(owner_of(value))  # `itertools.count().__next__`
     if isinstance(value, BuiltinFunctionType | type):
         return id(value)
     kind = type(value)
@@ -124,7 +138,11 @@ def _find_position(value: Any) -> str:
         plain = [one for one in state if isinstance(one, int | tuple)]
     except (TypeError, ValueError, AttributeError):
         plain = []
-    return repr(plain) + (repr(value) if type(value).__name__ in ("count", "repeat") else "")
+    return (
+        repr(plain)
+        + str(operator.length_hint(value, -1))
+        + (repr(value) if type(value).__name__ in ("count", "repeat") else "")
+    )
 
 
 def state_of(value: Any) -> tuple[object, ...] | None:
@@ -151,6 +169,7 @@ class Memento:
         self._containers: dict[int, tuple[Any, Any]] = {}
         self._values: list[tuple[Any, Any]] = []
         self._single: list[KeptValue] = []
+        self._opaque: list[tuple[Any, object]] = []
         self._iterators: dict[int, tuple[Any, Any]] = {}
         self._keep_fields(module)
         for kept in attributes(module):
@@ -166,6 +185,8 @@ class Memento:
             self._single.append(kept)  # a file has more names than those that are used
         elif kept.kind == "dict":
             self._containers.setdefault(id(kept.holder), (kept.holder, dict(items_of(kept.holder))))
+        elif kept.kind == "element" and kept.holder.name == DEFAULTS:
+            self._single.append(kept.holder)
         value = kept.value
         self._keep_fields(value)
         if isinstance(value, dict | list | set | deque | bytearray) and id(value) not in self._containers:
@@ -174,6 +195,8 @@ class Memento:
             self._iterators[id(value)] = value, _copy_iterator(value)
         elif isinstance(value, torch.Tensor | np.ndarray) or state_of(value) is not None:
             self._values.append((value, _copy_value(value)))
+        elif (held := opaque.read_state(value)) is not None:
+            self._opaque.append((value, held))
 
     def _keep_fields(self, value: Any) -> None:
         """Keeps which attributes an object has, also where it has none yet."""
@@ -192,6 +215,8 @@ class Memento:
                 kept.assign(now)
         for value, copied in self._values:
             _write_back(value, copied)
+        for value, held in self._opaque:
+            opaque.write_state(value, held)
 
     def _renew_inside(self, content: Any) -> Any:
         if not self._iterators:

@@ -23,6 +23,7 @@ from types import (
     GeneratorType,
     MemberDescriptorType,
     MethodType,
+    MethodWrapperType,
     ModuleType,
 )
 from typing import Any, Literal
@@ -42,6 +43,7 @@ _SKIPPED = frozenset(
 )
 """Modules of the standard library whose objects keep nothing that an answer could depend on."""
 _LIBRARIES = frozenset({"torch", "numpy", "trueline", "onnxruntime"})
+DEFAULTS = "__defaults__"
 Kind = Literal["dict", "index", "attribute", "cell", "context", "element", "inside"]
 
 
@@ -133,9 +135,17 @@ def _children(kept: KeptValue) -> Iterable[KeptValue]:
         return _of_class(path, value) if _is_users(value) else ()
     if isinstance(value, torch.Tensor):
         return _fields(path, value)
-    if isinstance(value, ModuleType | BuiltinFunctionType) or _is_skipped(value):
-        return ()
+    if isinstance(value, BuiltinFunctionType | MethodWrapperType | ModuleType):
+        return () if owner_of(value) is None else (_inside(f"{path}.__self__", owner_of(value)),)
+    if _is_skipped(value):
+        return (one for one in _fields(path, value) if type(one.value) in (int, float))  # LOG.calls += 1
     return _of_object(path, value)
+
+
+def owner_of(method: Any) -> Any:
+    """The object whose method a function of C is; None for one of a module or class."""
+    owner = getattr(method, "__self__", None)
+    return None if isinstance(owner, ModuleType | type) else owner
 
 
 def _attributes_of(module: torch.nn.Module, path: str) -> Iterator[KeptValue]:
@@ -147,7 +157,18 @@ def _attributes_of(module: torch.nn.Module, path: str) -> Iterator[KeptValue]:
                 yield KeptValue(path=_join(path, part), holder=value, name=part, value=held, kind="dict")
         elif name not in _CONSTANT and (not name.startswith("_") or name not in _EMPTY or value):
             yield KeptValue(path=_join(path, name), holder=own, name=name, value=value, kind="dict")
+    if isinstance(module, torch.jit.ScriptModule):
+        yield from _of_script(path, module)
     yield _inside(f"{type(module).__qualname__}", type(module))
+
+
+def _of_script(path: str, module: torch.jit.ScriptModule) -> Iterator[KeptValue]:
+    """What a script keeps, which is no attribute of Python."""
+    kind: Any = getattr(module, "_concrete_type", None)
+    for name in kind.get_attributes() if kind is not None else ():
+        value = getattr(module, name, MISSING)
+        if isinstance(value, int | float | str | list | dict):
+            yield KeptValue(path=_join(path, name), holder=module, name=name, value=value, kind="attribute")
 
 
 _CONSTANT = frozenset({"training", "_non_persistent_buffers_set", "_is_full_backward_hook"})
@@ -202,9 +223,7 @@ def _of_function(path: str, function: FunctionType) -> Iterator[KeptValue]:
         except ValueError:
             continue  # it has no value yet
     yield from _fields(path, function)
-    names = function.__code__.co_varnames[: function.__code__.co_argcount]
-    for name, value in zip(reversed(names), reversed(function.__defaults__ or ()), strict=False):
-        yield _inside(f"{function.__qualname__}.{name}", value)
+    yield from _defaults_of(function)
     for name, value in (function.__kwdefaults__ or {}).items():
         held = function.__kwdefaults__
         yield KeptValue(path=f"{function.__qualname__}.{name}", holder=held, name=name, value=value, kind="dict")
@@ -212,10 +231,21 @@ def _of_function(path: str, function: FunctionType) -> Iterator[KeptValue]:
         yield from _globals_of(function)
 
 
+def _defaults_of(function: FunctionType) -> Iterator[KeptValue]:
+    """Those of positional arguments, each an element of the function's tuple of them."""
+    whole, name = function.__defaults__ or (), function.__qualname__
+    place = KeptValue(path=f"{name}.{DEFAULTS}", holder=function, name=DEFAULTS, value=whole, kind="attribute")
+    named = function.__code__.co_varnames[function.__code__.co_argcount - len(whole) :]
+    for index, (argument, value) in enumerate(zip(named, whole, strict=False)):
+        yield KeptValue(path=f"{name}.{argument}", holder=place, name=index, value=value, kind="element")
+
+
 def _globals_of(function: FunctionType) -> Iterator[KeptValue]:
     known, names = function.__globals__, code_paths.names_in(function.__code__)
     file = known.get("__name__", "")
     yield from _of_context(names)
+    if "globals" in names:  # `globals()[f"calls_of_{name}"]`
+        names |= {name for name in known if not name.startswith("__")}
     for name in names:
         value = known.get(name, MISSING)
         if name.startswith("@"):  # which no user can write: of an assert, from where all of pytest is reached
@@ -224,9 +254,12 @@ def _globals_of(function: FunctionType) -> Iterator[KeptValue]:
             yield from _of_module(value, names, function.__code__)
         elif value is not MISSING:
             yield KeptValue(path=f"{file}.{name}", holder=known, name=name, value=value, kind="dict")
+            yield from _find_attached(name, value, code_paths.stored_in(function.__code__))
 
 
-def _of_module(module: ModuleType, names: frozenset[str], code: CodeType) -> Iterator[KeptValue]:
+def _of_module(
+    module: ModuleType, names: frozenset[str], code: CodeType, above: frozenset[str] = frozenset()
+) -> Iterator[KeptValue]:
     """The attributes that `code` uses; of a library's those that may hold what the user's code put there: a count, a
     table of its own. One that is stored later is missing."""
     inside = vars(module)
@@ -235,12 +268,28 @@ def _of_module(module: ModuleType, names: frozenset[str], code: CodeType) -> Ite
             path = f"{module.__name__}.{name}"
             yield KeptValue(path=path, holder=inside, name=name, value=inside[name], kind="dict")
         return
-    for name in (names & inside.keys()) | code_paths.stored_in(code):
+    stored = code_paths.stored_in(code)
+    for name in (names & inside.keys()) | stored:
         value = inside.get(name, MISSING)
-        table = isinstance(value, dict | list | set | deque) and module is not sys and len(value) <= WIDTH
-        if table or value is MISSING or isinstance(value, int | float | str | torch.Tensor):
+        if stored and isinstance(value, ModuleType) and value.__name__ not in above:
+            yield from _of_module(value, names, code, above | {module.__name__, value.__name__})
+        yield from _find_attached(f"{module.__name__}.{name}", value, stored)
+        table = isinstance(value, dict | list | set | deque) and value is not sys.modules and len(value) <= WIDTH
+        if table or value is MISSING or isinstance(value, _PLAIN):
             path = f"{module.__name__}.{name}"
             yield KeptValue(path=path, holder=module, name=name, value=value, kind="attribute")
+
+
+def _find_attached(path: str, value: Any, stored: frozenset[str]) -> Iterator[KeptValue]:
+    """What code stores on a class or a function of a library (`nn.Linear.calls += 1`), by the names `stored`."""
+    function = isinstance(value, FunctionType) and not code_paths.is_users(value.__code__.co_filename)
+    for name in stored if function or (isinstance(value, type) and not _is_users(value)) else ():
+        held = vars(value).get(name, MISSING)
+        if held is MISSING or isinstance(held, (*_PLAIN, dict, list, set, deque)):
+            yield KeptValue(path=f"{path}.{name}", holder=value, name=name, value=held, kind="attribute")
+
+
+_PLAIN = (int, float, str, torch.Tensor)
 
 
 def _of_context(names: frozenset[str]) -> Iterator[KeptValue]:
@@ -342,10 +391,8 @@ def _is_users(kind: Any) -> bool:
     held = [getattr(one, "__func__", one) for one in vars(kind).values()]  # of a static method its function
     functions = [one for one in held if isinstance(one, FunctionType)]
     codes = [function.__code__.co_filename for function in functions if function.__code__.co_filename[:1] != "<"]
-    if codes:
-        return code_paths.is_users(codes[0])
     file = getattr(sys.modules.get(kind.__module__), "__file__", None)
-    return file is not None and code_paths.is_users(file)
+    return any(map(code_paths.is_users, codes if file is None else (*codes, file)))
 
 
 def _is_skipped(value: Any) -> bool:

@@ -158,6 +158,7 @@ def translate(
     """
     table = TRANSLATIONS | EXACT_TAILS if exact_tails else TRANSLATIONS
     try:
+        program = pass_workarounds.keep_checks(program)
         try:
             found = _export(program, inputs, outputs, opset, table)
         except Exception as error:

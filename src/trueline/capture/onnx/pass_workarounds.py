@@ -1,13 +1,19 @@
-"""Programs on which passes of torch.onnx fail, rewritten to other operators of the same values.
+"""Programs on which passes of torch.onnx fail, or of which they leave out checks, rewritten to other operators.
 
 Its pass over dtypes turns `1.0 - x` of integers into a call that torch does not have; its constant folding fails on
 parts whose size is known only at run time.
+
+One leaves out what raises, `torch._assert_async(ok, "…")`. Such a check becomes an index that is 0 where it holds, and
+beyond a table of one number where it does not, which ONNX Runtime refuses. What is looked up, 0, is added to the
+outputs, so that no runtime leaves it out.
 """
 
 import operator
+from typing import Any
 
 import torch
 from torch.fx import Graph, Node
+from torch.utils._pytree import tree_map_only
 
 from trueline.capture.export.tracing import quiet
 from trueline.capture.patches import Patch
@@ -17,6 +23,7 @@ PATCH = Patch(
 )
 
 _ATEN = torch.ops.aten
+_CHECK = _ATEN._assert_async.msg
 _MESSAGES = ("compatible OpOverload for aten.sub", "SplitToSequence")
 
 
@@ -77,3 +84,58 @@ def _rewrite_split(graph: Graph, node: Node) -> None:
         part.replace_all_uses_with(result)
         graph.erase_node(part)
     graph.erase_node(node)
+
+
+def keep_checks(program: torch.export.ExportedProgram) -> torch.export.ExportedProgram:
+    """`program` with checks that ONNX has; itself where it makes none."""
+    if not any(node.target is _CHECK for node in program.graph.nodes):
+        return program
+    with quiet():
+        functional: torch.export.ExportedProgram = program.run_decompositions({})
+    graph = functional.graph
+    (output,) = graph.find_nodes(op="output")
+    passed = [_look_up(graph, node) for node in list(graph.nodes) if node.target is _CHECK]
+    with graph.inserting_before(output):
+        (results,) = output.args
+        output.args = (tuple(_add(graph, one, passed) for one in results),)
+    for specs, one in zip(functional.graph_signature.output_specs, output.args[0], strict=True):
+        specs.arg.name = one.name
+    graph.lint()
+    functional.graph_module.recompile()
+    return functional
+
+
+def _look_up(graph: Graph, check: Node) -> Node:
+    """0 in a tensor [1], where the check holds."""
+    holds = check.args[0]
+    assert isinstance(holds, Node)
+    with graph.inserting_before(check), holds.meta["val"].fake_mode:
+        table = _call(graph, check, _ATEN.full.default, [1], 0, dtype=torch.int64)
+        fails = _call(graph, check, _ATEN.logical_not.default, holds)
+        index = _call(graph, check, _ATEN._to_copy.default, fails, dtype=torch.int64)
+        index = _call(graph, check, _ATEN.view.default, index, [1])
+        found = _call(graph, check, _ATEN.index_select.default, table, 0, index)
+    check.replace_all_uses_with(found)
+    graph.erase_node(check)
+    return found
+
+
+def _add(graph: Graph, result: object, passed: list[Node]) -> object:
+    """`result` and the zeros that `passed` are; what is no tensor is returned as it is."""
+    if not isinstance(result, Node) or not isinstance(result.meta.get("val"), torch.Tensor):
+        return result
+    value = result.meta["val"]
+    with value.fake_mode:
+        for one in passed:
+            zero = _call(graph, result, _ATEN._to_copy.default, one, dtype=value.dtype)
+            zero = _call(graph, result, _ATEN.view.default, zero, [])
+            join = _ATEN.logical_or.default if value.dtype == torch.bool else _ATEN.add.Tensor
+            result = _call(graph, result, join, result, zero)
+    return result
+
+
+def _call(graph: Graph, at: Node, target: Any, *args: Any, **options: Any) -> Node:
+    node = graph.call_function(target, args, options)
+    node.meta = {name: one for name, one in at.meta.items() if name in ("stack_trace", "nn_module_stack")}
+    node.meta["val"] = target(*tree_map_only(Node, lambda one: one.meta["val"], args), **options)
+    return node

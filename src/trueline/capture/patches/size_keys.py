@@ -11,12 +11,12 @@ import re
 import sys
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
-from trueline.capture.model.code_paths import SourceLine, current_line, is_users
+from trueline.capture.model.code_paths import SourceLine, current_line, is_of_python, is_users
 from trueline.capture.patches import Patch
 
 PATCH = Patch(
@@ -33,10 +33,11 @@ def watch() -> Iterator[dict[str, SourceLine | None]]:
     noted: dict[str, SourceLine | None] = {}
     hashed, written, encoded = torch.SymInt.__hash__, torch.SymInt.__repr__, json.JSONEncoder.default
 
-    def note(size: torch.SymInt, file: str = "") -> bool:
-        """Whether the user's own code asks, or `file`; a dict, a set and a text have no frames."""
-        if not size.node.is_symbolic() or not is_users(file or sys._getframe(2).f_code.co_filename):
+    def note(size: torch.SymInt) -> bool:
+        """Whether the user's own code asks; a dict, a set and a text have no frames."""
+        if not size.node.is_symbolic() or not is_users(_file_that_asks()):
             return False
+        _refuse_values(size.node.expr)
         for symbol in size.node.expr.free_symbols:
             noted.setdefault(str(symbol), current_line())
         return True
@@ -56,7 +57,7 @@ def watch() -> Iterator[dict[str, SourceLine | None]]:
         return str(written(size))  # type: ignore[no-untyped-call]
 
     def encode(encoder: json.JSONEncoder, value: Any) -> Any:
-        if isinstance(value, torch.SymInt) and note(value, _file_that_encodes()):
+        if isinstance(value, torch.SymInt) and note(value):
             return str(written(value))  # type: ignore[no-untyped-call]
         return encoded(encoder, value)
 
@@ -71,10 +72,17 @@ def watch() -> Iterator[dict[str, SourceLine | None]]:
         json.JSONEncoder.default = encoded  # type: ignore[method-assign]
 
 
-def _file_that_encodes() -> str:
-    """The file of the nearest code outside of the module json."""
-    frame, own = sys._getframe(2), str(Path(json.__file__).parent)
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(own):
+def _refuse_values(of: Any) -> None:
+    """Raises where a number is not of a size: one that was taken out of a tensor. What a table has for it, or what its
+    text is, would be decided once, for all values."""
+    if free_unbacked_symbols(of):
+        raise RuntimeError("a number out of a tensor is looked up, or written as a text: that is data-dependent")
+
+
+def _file_that_asks() -> str:
+    """The file of the nearest code outside of this one and of the standard library (`pprint.pformat(n)`)."""
+    frame = sys._getframe(2)
+    while frame.f_back is not None and (frame.f_code.co_filename == __file__ or is_of_python(frame.f_code.co_filename)):
         frame = frame.f_back
     return frame.f_code.co_filename
 

@@ -7,7 +7,7 @@ at run time.
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, cast
 
@@ -33,6 +33,7 @@ def keep_sizes_free() -> Iterator[None]:
             (torch, "affine_grid_generator", affine_grid),
             (torch, "cdist", cdist),
             (torch, "kron", kron),
+            (torch, "arange", _arange(torch.arange)),
             (torch, "linspace", _linspace(torch.linspace)),
             (torch, "max_pool1d", _max_pool1d),
             (torch, "take_along_dim", _take_along_dim(torch.take_along_dim)),
@@ -76,6 +77,27 @@ def _if_of_free(original: Callable[..., torch.Tensor], stand_in: Callable[..., t
         return (original if fixed else stand_in)(given, *args, **options)
 
     return call
+
+
+def _arange(original: Callable[..., torch.Tensor]) -> Callable[..., Any]:
+    """`original`, and fractional steps as torch computes them, in double: ONNX counts them in single precision."""
+
+    def call(*of: Any, **options: Any) -> torch.Tensor:
+        free = any(isinstance(one, torch.SymInt | torch.SymFloat) for one in of)
+        if not free or not any(isinstance(one, float | torch.SymFloat) for one in of) or not _are_fractions(options):
+            return original(*of, **options)
+        start, end, step = (0, *of, 1) if len(of) == 1 else (*of, 1)[:3]
+        count: Any = torch.sym_max(math.ceil((end - start) / step), 0)  # type: ignore[no-untyped-call]
+        first, by = (torch.full((), one, dtype=torch.float64, device=options.get("device")) for one in (start, step))
+        places = original(count, device=options.get("device")).double()
+        return (first + by * places).to(options.get("dtype") or torch.get_default_dtype())
+
+    return call
+
+
+def _are_fractions(options: Mapping[str, Any]) -> bool:
+    dtype = options.get("dtype") or torch.get_default_dtype()
+    return options.keys() <= {"dtype", "device"} and bool(dtype.is_floating_point)
 
 
 def _if_square(original: Callable[..., torch.Tensor], stand_in: Callable[..., Any]) -> Callable[..., Any]:

@@ -15,7 +15,7 @@ from trueline.capture.model.eager import EagerSession
 from trueline.capture.patches.stand_ins import size_functions
 from trueline.errors import CaptureError
 
-SIZES = (1, 2, 3, 4, 5, 12, 16, 31, 100, 255, 256)
+SIZES = (1, 2, 3, 4, 5, 9, 11, 12, 14, 16, 31, 99, 100, 255, 256)
 
 
 class Scaled(nn.Module):
@@ -41,6 +41,7 @@ FUNCTIONS: dict[str, Callable[[int], float]] = {
     "bin": lambda n: bin(n).count("1") - bin(n).count("0"),
     "operators on bits": lambda n: (n & 3) + (12 | n) + (n ^ 5) + (n << 2) + (n >> 1) + (~n),
     "quotients": lambda n: sum(divmod(n, 5)) + sum(divmod(100, n)) + pow(n, 2, 7) + pow(n, 2),
+    "quotients of fractions": lambda n: n // 0.9 + 3 * (n // 1.1) + 7 * (n // -0.7) + n // 2.5,
     "of a number": lambda n: (
         n * (math.gcd(8, 12) + math.lcm(2, 3) + math.comb(4, 2) + len(bin(5)) + math.floor(math.e))
     ),

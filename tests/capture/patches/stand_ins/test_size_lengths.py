@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import builtins
 import math
+import sys
 from types import ModuleType
 
 import numpy as np
@@ -70,3 +71,19 @@ def test_the_users_module_has_the_builtin_names_again_after_the_block_and_after_
     with pytest.raises(RuntimeError, match="in the block"), size_lengths.keep_lengths_free(Numbered()):
         raise RuntimeError("in the block")
     assert not {"len", "int", "float", "min", "max"} & set(scope)
+
+
+class AsksForTypes(nn.Module):
+    """A size is no `int` while torch follows the model, and one when it is called."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        length = x.shape[1]
+        return -x if isinstance(length, int) and length * 7 + 3 == 941 else x
+
+
+def test_a_size_is_a_whole_number_when_a_model_that_is_followed_asks() -> None:
+    eager = EagerSession(AsksForTypes().eval(), torch.ones(3, 9), dynamic_shapes={"x": {1: "length"}})
+    found = torch_export.export(eager.module, eager.calling)
+    assert 134 in found.boundaries["length"]  # the probes ask there
+    assert int is builtins.int
+    assert "int" not in vars(sys.modules[__name__])

@@ -127,11 +127,28 @@ def _bits_of_one(size: Size, number: Any) -> Size:
 
 
 _power: Any = vars(torch.SymInt)["__pow__"]
+_floor: Any = vars(torch.SymInt)["__floordiv__"]
+
+
+def floor_division(size: Size, by: Any) -> Any:
+    """Python's, which is exact: 9 // 0.9 is 9.0, since 0.9 is a bit more than nine tenths. torch rounds the quotient
+    first, to 10. Exact for sizes below 2 ** 29, of which a product with half of the digits of `by` is."""
+    if not isinstance(by, float) or not math.isfinite(by) or not by:
+        return _floor(size, by)
+    digits, exponent = math.frexp(by)
+    high = math.ldexp(round(math.ldexp(digits, 24)), exponent - 24)
+    number: Any = torch.sym_float(size)  # type: ignore[no-untyped-call]
+    quotient: Any = torch.sym_float(math.floor(number / by))  # type: ignore[no-untyped-call]
+    rest = (number - quotient * high) - quotient * (by - high)
+    return quotient + torch.sym_float(math.floor(rest / by))  # type: ignore[no-untyped-call]
+
+
 _OPERATORS: dict[str, Any] = {
     "and": bits_of_both, "or": _bits_of_either, "xor": _bits_of_one,
     "rand": bits_of_both, "ror": _bits_of_either, "rxor": _bits_of_one,
     "lshift": lambda size, by: size * 2**by, "rshift": lambda size, by: size // 2**by, "invert": lambda size: -size - 1,
     "divmod": lambda size, by: (size // by, size % by), "rdivmod": lambda size, of: (of // size, of % size),
+    "floordiv": floor_division,
     "pow": lambda size, by, of=None: _power(size, by) if of is None else _power(size, by) % of,
 }  # fmt: skip
 _TENSOR_FUNCTIONS: dict[str, Any] = {

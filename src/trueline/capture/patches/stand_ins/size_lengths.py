@@ -144,6 +144,25 @@ def keep_lengths_free(module: torch.nn.Module) -> Iterator[None]:
                     del scope[name]
 
 
+_TYPES = {"int": _builtin(int, torch.SymInt, int), "float": _builtin(float, torch.SymFloat, float)}
+
+
+@contextmanager
+def keep_types(module: torch.nn.Module) -> Iterator[None]:
+    """In the block, `isinstance(n, int)` of a size holds in the user's code of `module`, as it does without a trace."""
+    asking = (one for one in users_functions(module) if "isinstance" in one.__code__.co_names)
+    scopes = {id(function.__globals__): function.__globals__ for function in asking}
+    added = [(scope, name, ours) for scope in scopes.values() for name, ours in _TYPES.items() if name not in scope]
+    try:
+        for scope, name, ours in added:
+            scope[name] = ours
+        yield
+    finally:
+        for scope, name, ours in added:
+            if scope.get(name) is ours:
+                del scope[name]
+
+
 def is_cause(message: str) -> bool:
     """Whether torch's `message` may be about a method that a symbolic size has not, an array of a traced tensor, or a
     number that is taken out of one."""

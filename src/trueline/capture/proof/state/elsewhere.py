@@ -15,6 +15,8 @@ import tempfile
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import torch
+
 Note = Callable[[str], None]
 """Called with what was read."""
 
@@ -26,6 +28,8 @@ TEXTS: tuple[tuple[Any, str], ...] = (
     (getpass, "getuser"),
     (tempfile, "gettempdir"),
     *((locale, name) for name in ("getpreferredencoding", "nl_langinfo")),
+    (torch.backends.cpu, "get_cpu_capability"),
+    (torch, "get_float32_matmul_precision"),
 )
 """Functions that return a text of this machine."""
 STEPS = (0, 1, 1009)

@@ -1,7 +1,12 @@
 """The files that a model's own code opens to read, seen by an audit hook of Python's."""
 
+import locale
+import multiprocessing.context
 import os
+import pathlib
+import posixpath
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
@@ -20,6 +25,7 @@ _STRAY = (
     "tokenize.py",
 )
 PASSING = ("/proc/", "/sys/", "/dev/")
+"""What torch looks up by itself; a file below these is noted where the user's own line opens it."""
 
 
 def is_for_user(frame: FrameType | None) -> bool:
@@ -29,6 +35,22 @@ def is_for_user(frame: FrameType | None) -> bool:
             return False
         frame = frame.f_back
     return frame is not None
+
+
+_HELPERS = frozenset(
+    {
+        *(module.__file__ for module in (os, posixpath, pathlib, tempfile, locale, multiprocessing.context)),
+        *(f"<frozen {name}>" for name in ("os", "posixpath", "_collections_abc")),
+    }
+)
+"""Files of the standard library whose functions read what a user asks them for."""
+
+
+def is_direct(frame: FrameType | None) -> bool:
+    """Whether the user's code calls, itself or by one of the helpers."""
+    while frame is not None and frame.f_code.co_filename in _HELPERS:
+        frame = frame.f_back
+    return frame is not None and code_paths.is_users(frame.f_code.co_filename)
 
 
 _watching: list[Callable[[str], None]] = []
@@ -56,6 +78,6 @@ def _note_file(event: str, args: tuple[Any, ...]) -> None:
     reads = mode.startswith("r") if isinstance(mode, str) else not flags & (os.O_WRONLY | os.O_RDWR)
     if not reads or not isinstance(path, str | bytes | os.PathLike):
         return
-    name = os.fsdecode(path)
-    if not name.startswith(PASSING) and is_for_user(sys._getframe(1)):
+    name, frame = os.fsdecode(path), sys._getframe(1)
+    if is_direct(frame) if name.startswith(PASSING) else is_for_user(frame):
         _watching[-1](name)

@@ -8,20 +8,31 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from types import GeneratorType
+from datetime import timedelta
+from decimal import Decimal
+from fractions import Fraction
+from types import BuiltinFunctionType, GeneratorType, MethodWrapperType
 from typing import Any
 
 import numpy as np
 import torch
 
 from trueline.bundle.signature import Array
-from trueline.capture.model import code_paths, explicit_state
+from trueline.capture.model import code_paths, explicit_state, opaque
 from trueline.capture.model.allowance import Allowance
 from trueline.capture.model.code_paths import Event, SourceLine
 from trueline.capture.model.eager import EagerSession
 from trueline.capture.model.python_state import Memento, state_of, trace
 from trueline.capture.model.reach import KeptValue, attributes, is_iterator
-from trueline.capture.proof.state.tainted import Decisions, TaintedDraws, TaintedIterator, TaintWatch, mark, quietly
+from trueline.capture.proof.state.tainted import (
+    Decisions,
+    TaintedDraws,
+    TaintedIterator,
+    TaintWatch,
+    mark,
+    marking,
+    quietly,
+)
 from trueline.runtime import compare
 
 COUNTS = (9, 10, 99, 100, 999, 1000, 9999, 10_000, 1_000_000)
@@ -34,7 +45,8 @@ DECISIONS = 40
 """Decisions that are turned, of those that depend on one value."""
 LONGEST = 1_000_000
 """Elements of a list that is made longer."""
-_COLLECTIONS = (list, deque, dict, set)
+_COLLECTIONS = (list, deque, dict, set, frozenset)
+_NUMBERS = (int, float, complex, np.number, Decimal, Fraction)
 
 Inputs = Mapping[str, Array]
 Restless = Sequence[tuple[KeptValue, object]]
@@ -219,6 +231,8 @@ Stand = Callable[[Decisions], tuple[Any, TaintWatch | None]]
 
 def _taintable(value: Any, before: object) -> Stand | None:
     """What makes a stand-in that notes decisions; None for a value that has none."""
+    if isinstance(value, np.integer):
+        value = int(value)
     if isinstance(value, int | float) and not isinstance(value, bool):
         low = value if isinstance(before, int | float) and before < value else float("-inf")
         high = value if isinstance(before, int | float) and before > value else float("inf")
@@ -235,6 +249,8 @@ def _taintable(value: Any, before: object) -> Stand | None:
         return lambda decisions: (TaintedIterator(value, decisions), None)
     if state_of(value) is not None and not isinstance(value, torch.Generator):
         return lambda decisions: (TaintedDraws(value, decisions), None)
+    if isinstance(value, BuiltinFunctionType | MethodWrapperType):
+        return lambda decisions: (marking(value, decisions, ""), None)
     return None
 
 
@@ -255,14 +271,15 @@ def _others(value: Any, before: object, constants: Sequence[float]) -> Iterator[
     """Other values of that kind: usual counts first, then those around numbers in the code."""
     if isinstance(value, bool):
         yield not value
-    elif isinstance(value, int | float):
-        step = value - before if isinstance(before, int | float) else 1
-        yield from map(type(value), COUNTS)
-        for one in constants:
-            yield from dict.fromkeys(type(value)(one - less) for less in (step, 1, 0, -1))
+    elif isinstance(value, _NUMBERS):
+        yield from _other_values(value, before, constants)
+    elif isinstance(value, timedelta):
+        yield from (timedelta(seconds=one) for one in (*COUNTS, *constants) if abs(one) < 1e9)
     elif isinstance(value, str):
         yield from map(str, COUNTS)
         yield from ("", value + "0", *(f"{int(one)}" for one in constants))
+    elif isinstance(value, bytes):
+        yield from (b"." * int(one) for one in (*COUNTS, *constants) if abs(one) <= LONGEST)
     elif isinstance(value, bytearray):
         for count in (*COUNTS, *map(int, constants)):
             for order in ("big", "little"):
@@ -271,6 +288,18 @@ def _others(value: Any, before: object, constants: Sequence[float]) -> Iterator[
         yield from _other_numbers(value, constants)
     elif isinstance(value, _COLLECTIONS):
         yield from _other_lengths(value, constants)
+    else:
+        counts = (*COUNTS, *(int(one) - less for one in constants for less in (1, 0, -1)))
+        yield from opaque.make_others(value, (one for one in counts if 0 <= one <= LONGEST))
+
+
+def _other_values(value: Any, before: object, constants: Sequence[float]) -> Iterator[Any]:
+    kind: Any = type(value)
+    step = value - before if isinstance(before, kind) else 1
+    around = [(count, (0,)) for count in COUNTS] + [(one, (step, 1, 0, -1)) for one in constants]
+    for one, less in around:
+        with suppress(OverflowError, ValueError):  # of np.int8
+            yield from dict.fromkeys(kind(one) - by for by in less)
 
 
 def _other_numbers(value: Any, constants: Sequence[float]) -> Iterator[Any]:
@@ -302,7 +331,7 @@ def _other_lengths(value: Any, constants: Sequence[float]) -> Iterator[Any]:
         return
     for length in (one for one in lengths if 0 <= one <= LONGEST):
         if not isinstance(value, dict):
-            yield {*value, *range(10**12, 10**12 + length - len(value))}
+            yield type(value)({*value, *range(10**12, 10**12 + length - len(value))})
         elif value:
             table = value.copy()
             table.update(dict.fromkeys(range(10**12, 10**12 + length - len(value)), next(reversed(value.values()))))

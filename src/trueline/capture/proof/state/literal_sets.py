@@ -30,18 +30,14 @@ Makers = Sequence[tuple[FunctionType, CodeType]]
 def find_set_makers(way: Sequence[Event], module: torch.nn.Module) -> Makers:
     """The functions that ran and make sets of their own; those that the model reaches are found in any case."""
     codes = [code for code in dict.fromkeys(code for _, code, _ in way) if _makes_sets(code)]
-    changed = {code: _compile(code.co_filename).get(_name(code)) for code in codes}
-    pairs = {code: new for code, (old, new) in _list_known(changed) if old.co_code == code.co_code}
+    known = {code: _compile(code.co_filename).get(_name(code), []) for code in codes}
+    pairs = {code: new for code, some in known.items() for old, new in some if old == code}
     if not pairs:
         return []
     reached = [kept.value for kept in attributes(module)]
     functions = {id(one): one for one in (*reached, *gc.get_referrers(*pairs)) if isinstance(one, FunctionType)}
     made = [(one, pairs[one.__code__]) for one in functions.values() if one.__code__ in pairs]
     return [(function, code) for function, code in made if function.__code__.co_freevars == code.co_freevars]
-
-
-def _list_known(changed: dict[CodeType, Any]) -> Iterator[tuple[CodeType, tuple[CodeType, CodeType]]]:
-    return ((code, pair) for code, pair in changed.items() if pair is not None)
 
 
 @contextmanager
@@ -72,8 +68,9 @@ def _name(code: CodeType) -> tuple[str, int]:
 
 
 @functools.lru_cache(maxsize=64)
-def _compile(file: str) -> dict[tuple[str, int], tuple[CodeType, CodeType]]:
-    """Of each function in the file its code as it is, and with its sets given away."""
+def _compile(file: str) -> dict[tuple[str, int], list[tuple[CodeType, CodeType]]]:
+    """Of each function in the file its code as it is, and with its sets given away. Lambdas of one line have one
+    name."""
     source = "".join(linecache.getlines(file))
     try:
         plain = compile(source, file, "exec", dont_inherit=True)
@@ -81,8 +78,11 @@ def _compile(file: str) -> dict[tuple[str, int], tuple[CodeType, CodeType]]:
         changed = compile(tree, file, "exec", dont_inherit=True)
     except (SyntaxError, ValueError, RecursionError):
         return {}
-    both = {_name(code): code for code in _codes_in(changed)}
-    return {_name(code): (code, both[_name(code)]) for code in _codes_in(plain) if _name(code) in both}
+    found: dict[tuple[str, int], list[tuple[CodeType, CodeType]]] = {}
+    ones, others = list(_codes_in(plain)), list(_codes_in(changed))
+    for one, other in zip(ones, others, strict=True) if len(ones) == len(others) else ():
+        found.setdefault(_name(one), []).append((one, other))
+    return found
 
 
 def _codes_in(code: CodeType) -> Iterator[CodeType]:
@@ -103,13 +103,16 @@ class _GiveSets(ast.NodeTransformer):
         changed = self.generic_visit(node)
         return _give(changed) if isinstance(node.op, ast.Sub | ast.BitAnd | ast.BitOr | ast.BitXor) else changed
 
-    def visit_Compare(self, node: ast.Compare) -> ast.AST:
-        """A set that is only asked has no order."""
-        for at, (how, one) in enumerate(zip(node.ops, node.comparators, strict=True)):
-            if not (isinstance(how, ast.In | ast.NotIn) and isinstance(one, ast.Set)):
-                node.comparators[at] = self.visit(one)
-        node.left = self.visit(node.left)
-        return node
+    def visit_AugAssign(self, node: ast.AugAssign) -> Any:
+        """`names &= others` of keys makes a set."""
+        changed = self.generic_visit(node)
+        if not isinstance(node.target, ast.Name) or not isinstance(
+            node.op, ast.Sub | ast.BitAnd | ast.BitOr | ast.BitXor
+        ):
+            return changed
+        target = ast.copy_location(ast.Name(id=node.target.id, ctx=ast.Store()), node)
+        kept: Any = _give(ast.copy_location(ast.Name(id=node.target.id, ctx=ast.Load()), node))
+        return [changed, ast.copy_location(ast.Assign(targets=[target], value=kept), node)]
 
 
 def _give(node: Any) -> ast.AST:

@@ -5,18 +5,28 @@ purpose: torch's default dtype, a decimal context, torch's version, whether ther
 Python writes as the locale does (`f"{x:n}"`).
 """
 
+import dis
+import functools
 import locale
+import logging
 import multiprocessing
 import os
+import random
+import resource
+import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from copy import copy
 from dataclasses import dataclass
-from types import SimpleNamespace
+from functools import partial
+from os import isatty
+from types import CodeType, SimpleNamespace
 from typing import Any
 
 import numpy as np
+import torch
 
 from trueline.capture.model import code_paths, explicit_state
 from trueline.capture.model.python_state import Memento
@@ -27,6 +37,9 @@ ZONE = "OTHER-13:37"
 """13 hours and 37 minutes east of Greenwich, in a form that needs no table of zones."""
 _MARKS = {"decimal_point": ",", "thousands_sep": "'", "grouping": [3, 0], "currency_symbol": "XTL"}
 _FLAGS = sys.flags
+SEED = 20_011
+FORMATS = 'f"'
+"""In place of a name, of code that writes values into a text."""
 Block = Callable[[], AbstractContextManager[object]]
 
 
@@ -131,6 +144,79 @@ def _other_process() -> AbstractContextManager[None]:
     )
 
 
+@contextmanager
+def _other_prints() -> Iterator[None]:
+    before = copy(torch._tensor_str.PRINT_OPTS)
+    try:
+        torch.set_printoptions(precision=2, linewidth=40, sci_mode=True)  # type: ignore[no-untyped-call]
+        with np.printoptions(precision=3, suppress=True):
+            yield
+    finally:
+        torch._tensor_str.PRINT_OPTS = before
+
+
+@contextmanager
+def _other_seeds() -> Iterator[None]:
+    pythons, numpys = random.getstate(), np.random.get_state()
+    try:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(SEED)
+            random.seed(SEED)
+            np.random.seed(SEED)
+            yield
+    finally:
+        random.setstate(pythons)
+        np.random.set_state(numpys)
+
+
+@contextmanager
+def _other_level(level: int) -> Iterator[None]:
+    root = logging.getLogger()
+    before = root.level
+    try:
+        root.setLevel(level)
+        yield
+    finally:
+        root.setLevel(before)
+
+
+class _AllModules(dict[str, Any]):
+    """`sys.modules` of a process in which everything is imported."""
+
+    def __contains__(self, name: object) -> bool:
+        return True
+
+
+def _other_memory(times: float) -> AbstractContextManager[None]:
+    """Numbers of bytes that are many times as large or small."""
+
+    def scale(function: Any) -> Any:
+        def ask(*args: Any) -> Any:
+            found = function(*args)
+            fields = {name: getattr(found, name) for name in dir(found) if not name.startswith("_")}
+            return SimpleNamespace(**{name: _times(value, times) for name, value in fields.items()})
+
+        return ask
+
+    psutil = sys.modules.get("psutil")
+    process = getattr(psutil, "Process", None)
+    asked = ((resource, "getrusage"), (psutil, "virtual_memory"), (process, "memory_info"))
+    return _replace(*((one, name, scale(getattr(one, name))) for one, name in asked if hasattr(one, name)))
+
+
+def _times(value: Any, times: float) -> Any:
+    return type(value)(value * times) if isinstance(value, int | float) else value
+
+
+def _other_terminal() -> AbstractContextManager[None]:
+    size = os.terminal_size((217, 61))
+    return _replace(
+        (shutil, "get_terminal_size", lambda *args, **options: size),
+        (os, "get_terminal_size", lambda *args: size),
+        (os, "isatty", lambda file: not isatty(file)),
+    )
+
+
 SETTINGS = (
     ProcessSetting(
         what="the time zone",
@@ -168,17 +254,44 @@ SETTINGS = (
         others=(lambda: np.errstate(all="ignore"), lambda: np.errstate(all="raise")),
     ),
     ProcessSetting(
-        what="how numpy prints numbers",
-        names="get_printoptions",
-        others=(lambda: np.printoptions(precision=3, suppress=True),),
+        what="how torch and numpy print numbers",
+        names=f"get_printoptions repr str format {FORMATS}",
+        others=(_other_prints,),
     ),
+    ProcessSetting(
+        what="the seed of the process", names="get_rng_state getstate get_state initial_seed", others=(_other_seeds,)
+    ),
+    ProcessSetting(
+        what="the level of logging",
+        names="isEnabledFor getEffectiveLevel level",
+        others=tuple(partial(_other_level, level) for level in (logging.DEBUG, logging.CRITICAL + 1)),
+    ),
+    ProcessSetting(
+        what="what is imported",
+        names="modules",
+        beside="sys",
+        others=(lambda: _replace((sys, "modules", {})), lambda: _replace((sys, "modules", _AllModules(sys.modules)))),
+    ),
+    ProcessSetting(
+        what="the memory of the process",
+        names="getrusage virtual_memory memory_info",
+        others=(lambda: _other_memory(1e6), lambda: _other_memory(1e-6)),
+    ),
+    ProcessSetting(what="the terminal", names="get_terminal_size isatty", others=(_other_terminal,)),
 )
+
+
+@functools.lru_cache(maxsize=20_000)
+def _formats(code: CodeType) -> bool:
+    """Whether it has an f-string with a value."""
+    return any(one.opname == "FORMAT_VALUE" for one in dis.get_instructions(code))
 
 
 def find_setting_influence(question: Question) -> Influence | None:
     """The first setting of the process that the model's code names and its answer depends on."""
     codes = dict.fromkeys(code for _, code, _ in question.way)
     names = frozenset[str]().union(*map(code_paths.names_in, codes))
+    names |= {FORMATS} if any(map(_formats, codes)) else set()
     used = [(one, names & set(one.names.split())) for one in SETTINGS if not one.beside or one.beside in names]
     if not any(words for _, words in used):
         return None

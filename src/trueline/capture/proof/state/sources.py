@@ -7,19 +7,14 @@ change.
 """
 
 import datetime
-import locale
-import multiprocessing.context
 import os
-import pathlib
-import posixpath
 import random
 import sys
-import tempfile
 import threading
 import time
+import uuid
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -30,7 +25,8 @@ from trueline.capture.model.code_paths import SourceLine
 from trueline.capture.model.python_state import Memento
 from trueline.capture.model.reach import KeptValue, attributes
 from trueline.capture.proof.state import elsewhere
-from trueline.capture.proof.state.files import PASSING, is_for_user, watch_files
+from trueline.capture.proof.state.environment import find_variable, watch_environment
+from trueline.capture.proof.state.files import PASSING, is_direct, is_for_user, watch_files
 from trueline.capture.proof.state.influence import DECISIONS, Influence, Question
 from trueline.capture.proof.state.literal_sets import Makers, find_set_makers, giving_sets
 from trueline.capture.proof.state.tainted import Decisions, NotingInt, mark, marking, quietly
@@ -45,7 +41,9 @@ OTHERS: tuple[tuple[Any, str], ...] = (
     *((os, name) for name in ("getpid", "getppid", "getloadavg", "cpu_count")),
     *((threading, name) for name in _COUNTS),
     *((torch, name) for name in ("get_num_threads", "get_num_interop_threads", "initial_seed")),
-    (sys, "getrecursionlimit"),
+    *((sys, name) for name in ("getrecursionlimit", "getrefcount")),
+    *((torch, name) for name in ("are_deterministic_algorithms_enabled", "is_inference_mode_enabled")),
+    (uuid, "getnode"),
     (torch.Tensor, "data_ptr"),
 )
 _ELSEWHERE = {*(name for _, name in (*OTHERS, *elsewhere.TEXTS)), "_version", "hash", "id", elsewhere.ORDER}
@@ -55,19 +53,16 @@ FILE_QUESTIONS = ("stat", "lstat", "access", "listdir", "scandir", "statvfs", "r
 _DRAWS = "random uniform gauss normalvariate expovariate betavariate triangular randint randrange getrandbits"
 _NUMPY = "random rand randn random_sample uniform normal randint"
 DRAWS = (*((random, name) for name in _DRAWS.split()), *((np.random, name) for name in _NUMPY.split()))
-BYTES = ((os, "urandom"), (random, "_urandom"))
+BYTES = tuple(
+    (holder, name)
+    for holder, name in ((os, "urandom"), (os, "getrandom"), (random, "_urandom"))
+    if hasattr(holder, name)
+)
 DRAWN = frozenset(name for _, name in DRAWS) | {"urandom"}
+FILLS = (0, 255)
+"""Of what bytes that are drawn are made, which chance makes of them once in a long time."""
 SHIFTS_S = (0.37, 61.0, 3600.0, 5 * 3600.0, 13 * 3600.0, 86_400.0, 3 * 86_400.0, 40 * 86_400.0, 3.2e8, 3e9)
 """Seconds by which clocks are moved."""
-VARIABLES = 4
-"""Variables of the environment that are changed."""
-_HELPERS = frozenset(
-    {
-        *(module.__file__ for module in (os, posixpath, pathlib, tempfile, locale, multiprocessing.context)),
-        *(f"<frozen {name}>" for name in ("os", "posixpath", "_collections_abc")),
-    }
-)
-"""Files of the standard library whose functions read what a user asks them for."""
 
 
 class Readings:
@@ -81,11 +76,16 @@ class Readings:
         held: bool = False,
         other_thread: bool = False,
         step: int = 0,
+        fill: int | None = None,
+        plain: bool = False,
     ) -> None:
         self.decisions = Decisions(flip)
         self.shift_s = shift_s
         self.step = step
         """0, or by how much what differs between processes and machines is moved."""
+        self.fill = fill
+        self.plain = plain
+        """Whether stands are of the types of what they stand for, and note no decisions."""
         self.builtins = elsewhere.make_builtins(self.note, step)
         self.other_thread = other_thread
         self._held: dict[str, Any] | None = {} if held else None
@@ -101,13 +101,16 @@ class Readings:
     def note_file(self, name: str) -> None:
         self.files.setdefault(name, code_paths.current_line())
 
+    def note_variable(self, name: str) -> None:
+        self.variables.setdefault(name, code_paths.current_line())
+
     def note(self, name: str) -> None:
         self.lines.setdefault(name, code_paths.current_line())
 
     def text(self, function: Callable[..., Any], name: str) -> Callable[..., Any]:
         def read(*args: Any) -> Any:
             value = function(*args)
-            if not _is_direct(sys._getframe(1)):
+            if not is_direct(sys._getframe(1)):
                 return value
             self.note(name)
             return elsewhere.move_text(value, self.step)
@@ -121,12 +124,12 @@ class Readings:
     def clock(self, function: Callable[..., Any], name: str) -> Callable[..., Any]:
         def read(*args: Any) -> Any:
             value = function(*args)
-            if not _is_direct(sys._getframe(1)):
+            if not is_direct(sys._getframe(1)):
                 return value
             self.note(name)
             value = self.hold(name, value)
             moved = value + int(self.shift_s * 1e9) if name.endswith("_ns") else value + self.shift_s
-            return mark(moved, self.decisions, (0.0, float("inf")))
+            return moved if self.plain else mark(moved, self.decisions, (0.0, float("inf")))
 
         return read
 
@@ -134,7 +137,7 @@ class Readings:
         real, local = time.time, time.localtime
 
         def read(*args: Any) -> Any:
-            if len(args) > before or not _is_direct(sys._getframe(1)):
+            if len(args) > before or not is_direct(sys._getframe(1)):
                 return function(*args)
             self.note(name)
             moment = self.hold("time", real()) + self.shift_s
@@ -147,7 +150,7 @@ class Readings:
 
         def read() -> threading.Thread:
             value = function()
-            if not _is_direct(sys._getframe(1)):
+            if not is_direct(sys._getframe(1)):
                 return value
             self.note(name)
             if not self.other_thread:
@@ -168,36 +171,37 @@ class Readings:
         return ask
 
     def other(self, function: Callable[..., Any], name: str, *, numbers: bool) -> Callable[..., Any]:
-        drawing = marking(function, self.decisions, name) if numbers else function
+        drawing = marking(function, self.decisions, name) if numbers and not self.plain else function
 
         def read(*args: Any, **options: Any) -> Any:
-            if numbers and not _is_direct(sys._getframe(1)):
+            if numbers and not is_direct(sys._getframe(1)):
                 return function(*args, **options)
             if code_paths.current_line() is not None:
                 self.note(name)
             value = drawing(*args, **options)
             if self.step and name not in DRAWN and isinstance(value, int):
-                value = value + self.step
+                value = not value if isinstance(value, bool) else value + self.step
+            if self.fill is not None and isinstance(value, bytes):
+                value = bytes([self.fill]) * len(value)
             return value if self._held is None else self.hold(f"{name}{args}{options}", value)
 
         return read
 
 
-def _is_direct(frame: FrameType | None) -> bool:
-    """Whether the user's code calls, itself or by one of the helpers."""
-    while frame is not None and frame.f_code.co_filename in _HELPERS:
-        frame = frame.f_back
-    return frame is not None and code_paths.is_users(frame.f_code.co_filename)
-
-
 def read_outside(question: Question) -> Readings:
-    """What a call of the model reads."""
-    readings = Readings()
+    """What a call of the model reads; with plain stand-ins where it accepts no others (`type(names) is set`)."""
     users = explicit_state.users_own(question.eager.module)
-    readings.makers = find_set_makers(question.way, users)
-    memento = Memento(users)
-    with quietly(), _standing_in(question, readings), reading(readings, find_places(question)):
-        readings.changes = question.differs(memento)
+    makers, memento, readings = find_set_makers(question.way, users), Memento(users), Readings()
+    for plain in (False, True):
+        readings = Readings(plain=plain)
+        readings.makers = makers
+        with quietly(), _standing_in(question, readings), reading(readings, find_places(question)):
+            readings.changes = question.differs(memento)
+            ordered = elsewhere.ORDER in readings.lines
+            if readings.changes and ordered:  # a copy of a set may have another order than the set
+                readings.changes = question.differs(memento, exactly=False)
+        if ordered or not readings.changes:
+            break
     return readings
 
 
@@ -208,6 +212,9 @@ def find_outside_influence(question: Question, first: Readings) -> Influence | N
         return Influence(path=file, how="it reads that file on each call, and the content can change", place=line)
     for path, line in first.asked.items():
         return Influence(path=path, how="it asks for that path on each call, and what is there can change", place=line)
+    if first.changes and elsewhere.ORDER in first.lines:
+        how = f"it answers differently in another process or on another machine ({first.changes})"
+        return Influence(path=elsewhere.ORDER, how=how, place=first.lines[elsewhere.ORDER])
     if first.changes or not (first.lines or first.variables):
         return None  # a stand-in is not accepted as what it stands for, or nothing is read
     memento, places = Memento(explicit_state.users_own(question.eager.module)), find_places(question)
@@ -223,48 +230,27 @@ def find_outside_influence(question: Question, first: Readings) -> Influence | N
                 if flip is None:
                     when = "in another thread" if readings.other_thread else "at another time"
                     when = "in another process or on another machine" if readings.step else when
+                    when = "when another number is drawn" if readings.fill is not None else when
                 how = f"it answers differently {when} ({why})"
-                draws = flip is not None and bool(first.lines.keys() & DRAWN)
+                draws = (flip is not None or readings.fill is not None) and bool(first.lines.keys() & DRAWN)
                 return Influence(path=", ".join(first.lines), how=how, place=place, draws=draws)
         with _standing_in(question, Readings()):
-            return _find_variable(question, memento, first)
+            return find_variable(question, memento, first.variables)
 
 
 def _variants(first: Readings) -> Iterator[Readings]:
     for flip in range(min(len(first.decisions.lines), DECISIONS)):
         yield Readings(flip=flip)
+    if "urandom" in first.lines:
+        yield from (Readings(fill=fill, plain=first.plain) for fill in FILLS)
     if first.lines.keys() & {name for _, name in THREADS}:
-        yield Readings(other_thread=True)
+        yield Readings(other_thread=True, plain=first.plain)
     if first.lines.keys() & _ELSEWHERE:
         for step in elsewhere.STEPS[1:]:
-            yield Readings(step=step)
+            yield Readings(step=step, plain=first.plain)
     if first.lines.keys() & _TIMES:
         for shift_s in SHIFTS_S:
-            yield Readings(shift_s=shift_s)
-
-
-def _find_variable(question: Question, memento: Memento, first: Readings) -> Influence | None:
-    for name, line in list(first.variables.items())[:VARIABLES]:
-        before = os.environ.get(name)
-        for value in (None, "0", "1", "true", "other", "9999"):
-            if value == before:
-                continue
-            try:
-                _set_variable(name, value)
-                why = question.differs(memento)
-            finally:
-                _set_variable(name, before)
-            if why:
-                how = f"it answers differently when that is {'not set' if value is None else repr(value)} ({why})"
-                return Influence(path=f"the environment's {name}", how=how, place=line)
-    return None
-
-
-def _set_variable(name: str, value: str | None) -> None:
-    if value is None:
-        os.environ.pop(name, None)
-    else:
-        os.environ[name] = value
+            yield Readings(shift_s=shift_s, plain=True)  # `type(now) is float`
 
 
 def find_places(question: Question) -> list[KeptValue]:
@@ -276,7 +262,7 @@ def find_places(question: Question) -> list[KeptValue]:
     return [
         kept
         for kept in attributes(explicit_state.users_own(question.eager.module))
-        if kept.kind in ("dict", "cell", "attribute")
+        if kept.kind in ("dict", "index", "element", "cell", "attribute")
         and (
             id(kept.value) in known
             or type(kept.value) in (set, frozenset)
@@ -290,6 +276,9 @@ def _standing_in(question: Question, readings: Readings) -> Iterator[None]:
     """Within the block `int(time.time())` of the user's files notes decisions, as the time itself does; `hash`, `id`
     and the sets that they make are those of another process."""
     functions = code_paths.users_functions(question.eager.module)
+    if readings.plain:
+        yield
+        return
     stands = {"int": NotingInt, **readings.builtins}
     with ExitStack() as stack:
         for function in functions:
@@ -333,12 +322,12 @@ def reading(readings: Readings, places: list[KeptValue]) -> Iterator[None]:
         replace(datetime, "datetime", moved)
         replace(datetime, "date", day)
         for kept in places:
-            stand = elsewhere.copy_set(kept.value, readings.builtins)
+            stand = None if readings.plain else elsewhere.copy_set(kept.value, readings.builtins)
             if callable(kept.value):
                 stand = next((stand for before, stand in stands if before == kept.value), None)
             if stand is not None and kept.assign(stand):
                 stack.callback(kept.assign, kept.value)
-        stack.enter_context(_watch_environment(readings))
+        stack.enter_context(watch_environment(readings.note_variable))
         stack.enter_context(watch_files(readings.note_file))
         yield
 
@@ -352,7 +341,9 @@ def _datetimes(readings: Readings) -> tuple[type, type]:
             return isinstance(value, plain if issubclass(cls, plain) else plain_date)
 
     def fields(kind: Any, names: str) -> dict[str, Any]:
-        def field(name: str) -> property:
+        def field(name: str) -> Any:
+            if readings.plain:
+                return getattr(kind, name)
             return property(lambda self: mark(getattr(kind, name).__get__(self), readings.decisions, (0, 9999)))
 
         return {name: field(name) for name in names.split()}
@@ -371,20 +362,3 @@ def _datetimes(readings: Readings) -> tuple[type, type]:
     moved = AsBefore("datetime", (plain,), {**fields(plain, times), **clock})
     day = AsBefore("date", (plain_date,), {**fields(plain_date, "year month day"), "today": classmethod(today)})
     return moved, day
-
-
-@contextmanager
-def _watch_environment(readings: Readings) -> Iterator[None]:
-    kind = type(os.environ)
-    before = kind.__getitem__
-
-    def read(self: Any, name: Any) -> Any:
-        if _is_direct(sys._getframe(1)):
-            readings.variables.setdefault(os.fsdecode(name), code_paths.current_line())
-        return before(self, name)
-
-    kind.__getitem__ = read  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        kind.__getitem__ = before  # type: ignore[method-assign]

@@ -1,0 +1,399 @@
+"""Numbers that code takes out of tensors, and what they decide: a trace freezes it where no probe changes it.
+
+torch.export raises where a value decides, but for code that runs outside of a trace alone (`if not
+torch.compiler.is_exporting()`), or that catches what a trace raises. What is decided there is in no guard.
+"""
+
+import ast
+import functools
+import re
+import sys
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from types import CodeType
+from typing import Any
+
+import numpy as np
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
+
+from trueline.bundle.signature import Array
+from trueline.capture.export.exported import Exported
+from trueline.capture.model import code_paths, dispatch
+from trueline.capture.model.code_paths import Event, SourceLine
+from trueline.capture.model.dispatch import OperatorMode
+from trueline.capture.model.eager import EagerSession
+from trueline.capture.model.explicit_state import Explicit
+from trueline.capture.proof import limits
+from trueline.capture.proof.careful import Careful
+from trueline.capture.proof.observe import Observation
+from trueline.capture.proof.value_probes import plant
+from trueline.recipe.eager_mode import as_trained
+from trueline.runtime.session import Session
+from trueline.runtime.tensors import to_tensors
+
+_T = torch.Tensor
+TAKES = frozenset(
+    getattr(_T, name)
+    for name in ("__bool__", "__int__", "__float__", "__index__", "__complex__", "item", "tolist", "numpy", "__array__")
+) | {_T.is_nonzero, _T.equal, _T.allclose, torch.is_nonzero, torch.equal, torch.allclose}
+WHOLE = frozenset(
+    getattr(_T, name)
+    for name in ("__contains__", "__dlpack__", "__repr__", "__format__", "__reduce_ex__", "data_ptr", "storage")
+) | {_T.untyped_storage}
+"""These give away all numbers of a tensor."""
+CHECKS = frozenset({torch._assert_async})
+"""TorchScript leaves these out, since nothing follows from them."""
+
+
+class _ReadWatch(TorchFunctionMode):
+    """Notes the place in the user's code of each number that is taken, and the number."""
+
+    def __init__(self, functions: Collection[Any] = TAKES | WHOLE) -> None:
+        super().__init__()
+        self.taken: dict[Place, set[str]] = {}
+        self._functions = functions
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func in self._functions and args and self.follows(args[0]):
+            place = _find_place()
+            if place is not None:
+                key = _value_key(result if func in TAKES else args[0].detach().numpy())
+                self.taken.setdefault(place, set()).add(key)
+        return result
+
+    def follows(self, tensor: Any) -> bool:
+        """Whether what is taken out of `tensor` counts."""
+        return isinstance(tensor, torch.Tensor)
+
+
+Place = tuple[SourceLine, int]
+"""A line of the user's code, and the instruction that runs."""
+
+
+def _find_place() -> Place | None:
+    """The innermost of this thread; None where Trueline's own code is nearer."""
+    frame = sys._getframe(1)
+    while frame is not None and not code_paths.is_users(frame.f_code.co_filename):
+        if frame.f_code.co_filename.startswith(_OWN) and frame.f_code.co_filename not in _HERE:
+            return None
+        frame = frame.f_back  # type: ignore[assignment]
+    return None if frame is None else (code_paths.line_at(frame), frame.f_lasti)
+
+
+_OWN, _HERE = str(Path(__file__).parents[1]), (__file__, dispatch.__file__)
+
+
+def _value_key(result: Any) -> str:
+    """Distinguishes one number from another; of many numbers, which there are, not how many."""
+    if isinstance(result, np.ndarray):
+        return str(np.unique(result).tolist())
+    return str(sorted({repr(one) for one in np.ravel(result).tolist()})) if isinstance(result, list) else repr(result)
+
+
+def find_unvaried(
+    eager: Session, observations: Sequence[Observation], compiled: Collection[str] = ()
+) -> SourceLine | None:
+    """The first line where a number out of a tensor was the same on all probes, or decided the same on all. Code of the
+    classes `compiled` is not traced, and does not count."""
+    watch = _ReadWatch()
+    for seen in observations:
+        if seen.outputs is not None:
+            with watch:
+                eager.run(seen.probe.inputs)
+    taken = {at: values for at, values in watch.taken.items() if not _is_compiled(at[0], compiled)}
+    for (place, _), values in taken.items():
+        if len(values) < 2:
+            return place
+    return _find_undecided(taken, _ways(observations))
+
+
+def find_check(eager: EagerSession) -> SourceLine | None:
+    """The first line that checks values where TorchScript does not."""
+    watch = _ReadWatch(CHECKS)
+    with watch:
+        eager.run(eager.example)
+    return next((place for place, _ in watch.taken), None)
+
+
+def _find_undecided(taken: Collection[Place], ways: Sequence[Sequence[Event]]) -> SourceLine | None:
+    """The first line that a number taken at one of these places decides, and that goes one way on all probes, or where
+    it is looked up."""
+    for place, _ in taken:
+        if _is_looked_up(place.file, place.line):
+            return place
+        for line in _deciding(place.file, place.line):
+            if _is_one_sided(ways, place.file, line):
+                return SourceLine(file=place.file, line=line)
+    return None
+
+
+def find_unfollowed(eager: EagerSession, observations: Sequence[Observation], exported: Exported) -> SourceLine | None:
+    """The first line where the eager model decides by a value, the same on all probes, of which the exported program
+    knows nothing. A check that raises counts if no value outside of the claim makes it raise."""
+    if isinstance(eager.module, Explicit):
+        return None
+    watch = _FollowedReads(eager, _find_followed(exported))
+    answered = [seen for seen in observations if seen.outputs is not None]
+    for number, seen in enumerate(answered):
+        watch.run(seen.probe.inputs)
+        if not number and not watch.taken:
+            return None
+    checks = [at for at in watch.taken if _only_checks(at[0])]
+    if any(len(watch.taken[at]) < 2 for at in checks):
+        with code_paths.watch(ends=True), Careful(), limits.bounded_memory(limits.MEMORY_BYTES[-1]):
+            for inputs in _make_outer(eager, exported):
+                watch.run(inputs)
+    unvaried = next((at[0] for at, values in watch.taken.items() if len(values) < 2), None)
+    return unvaried or _find_undecided([at for at in watch.taken if at not in checks], _ways(answered))
+
+
+def _make_outer(eager: EagerSession, exported: Exported) -> Iterator[Mapping[str, Array]]:
+    """The example with values at the ends of its dtypes, and beyond what is claimed: a check of the model's raises."""
+    example = eager.example
+    for spec in exported.signature.inputs:
+        array, (low, high) = example[spec.name], spec.values.bounds(exported.signature.sizes(example))
+        kind: Any = array.dtype
+        if array.dtype.kind == "f":
+            values: list[float] = [np.nan, np.inf, -np.inf, float(np.finfo(kind).max), float(np.finfo(kind).min), 0.0]
+        elif array.dtype.kind in "iu":
+            ends = np.iinfo(kind)
+            beyond = [-1, 0, *([] if low is None else [low - 1]), *([] if high is None else [high + 1])]
+            values = [ends.min, ends.max, *(one for one in beyond if ends.min <= one <= ends.max)]
+        else:
+            values = [0, 1]
+        for value in values if array.size else ():
+            for changed in (plant(array, value), np.full_like(array, value)):
+                yield {**example, spec.name: changed}
+
+
+class _FollowedReads(_ReadWatch):
+    """Notes what is taken out of tensors that follow from the inputs' values, but on lines of `known`."""
+
+    def __init__(self, eager: EagerSession, known: Collection[SourceLine]) -> None:
+        super().__init__()
+        self._eager, self._known = eager, known
+        self._memory: dict[int, torch.UntypedStorage] = {}
+
+    def run(self, inputs: Mapping[str, Array]) -> None:
+        eager, self._memory = self._eager, {}
+        tensors = to_tensors(eager.signature, inputs)
+        for tensor in tensors:
+            self.follow(tensor)
+        with suppress(Exception), torch.no_grad(), as_trained(), _Follow(self), self:
+            eager.calling.call(eager.module, tensors)
+
+    def follow(self, tensor: torch.Tensor) -> None:
+        if tensor.layout is torch.strided:
+            memory = tensor.untyped_storage()
+            self._memory[memory._cdata] = memory
+
+    def follows(self, tensor: Any) -> bool:
+        return (
+            isinstance(tensor, torch.Tensor)
+            and tensor.layout is torch.strided
+            and tensor.untyped_storage()._cdata in self._memory
+        )
+
+    def note(self, result: Any) -> None:
+        place = _find_place()
+        if place is not None and place[0] not in self._known:
+            self.taken.setdefault(place, set()).add(repr(result))
+
+
+class _Follow(OperatorMode):  # type: ignore[no-untyped-call]
+    """Follows tensors through torch's operators."""
+
+    def __init__(self, reads: _FollowedReads) -> None:
+        super().__init__()
+        self._reads = reads
+
+    def handle(self, func: Any, args: Any, kwargs: Any) -> Any:
+        result = func(*args, **kwargs)
+        if func.overloadpacket.__name__.startswith(_OF_SIZES) or not any(
+            map(self._reads.follows, tree_leaves((args, kwargs)))
+        ):
+            return result
+        if func._schema.is_mutable and isinstance(args[0], torch.Tensor):
+            self._reads.follow(args[0])
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, torch.Tensor):
+                self._reads.follow(leaf)
+            elif leaf is not None:
+                self._reads.note(leaf)
+        if torch.Tag.dynamic_output_shape in func.tags:
+            self._reads.note([leaf.shape for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)])
+        return result
+
+
+_OF_SIZES = ("new_", "empty_like", "zeros_like", "ones_like", "full_like", "sym_")
+_FRAME = re.compile(r'File "([^"]+)", line (\d+)')
+
+
+def _find_followed(exported: Exported) -> set[SourceLine]:
+    """The user's lines of operators that take numbers, or whose sizes follow from values, in the program."""
+    parts = [part for part in exported.program.graph_module.modules() if isinstance(part, torch.fx.GraphModule)]
+    found = set[SourceLine]()
+    for node in (node for part in parts for node in part.graph.nodes if node.op == "call_function"):
+        if not {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape} & set(
+            getattr(node.target, "tags", ())
+        ):
+            continue
+        frames = _FRAME.findall(node.meta.get("stack_trace") or "")
+        found |= {SourceLine(file=file, line=int(line)) for file, line in frames}
+    return found
+
+
+def _only_checks(place: SourceLine) -> bool:
+    """Whether what is taken there decides nothing but whether the model raises."""
+    lines = {place.line, *_deciding(place.file, place.line)}
+    tests = [node for node in _nodes(place.file) for test in _tests(node) if any(_spans(test, line) for line in lines)]
+    return bool(tests) and not any(_decides(node, line) for node in tests for line in lines)
+
+
+def find_one_sided(places: Sequence[SourceLine], observations: Sequence[Observation]) -> SourceLine | None:
+    """The first of `places` that decides, and where all answered probes went the same way; a check that raises does not
+    count."""
+    ways = _ways(observations)
+    for place in places:
+        decides = any(_decides(node, place.line) for node in _nodes(place.file))
+        if decides and _is_one_sided(ways, place.file, place.line):
+            return place
+    return None
+
+
+def _ways(observations: Sequence[Observation]) -> list[Sequence[Event]]:
+    return list({id(seen.way): seen.way for seen in observations if seen.outputs is not None}.values())
+
+
+def _is_one_sided(ways: Sequence[Sequence[Event]], file: str, line: int) -> bool:
+    return len({_outcomes(way, file, line) for way in ways}) < 2
+
+
+def _decides(node: ast.AST, line: int) -> bool:
+    check = isinstance(node, ast.If) and not node.orelse and isinstance(node.body[-1], ast.Raise)
+    return not (check or isinstance(node, ast.Assert)) and any(
+        test.lineno <= line <= (test.end_lineno or test.lineno) for test in _tests(node)
+    )
+
+
+def _outcomes(way: Sequence[Event], file: str, line: int) -> tuple[int, ...]:
+    """Where the code went from each conditional jump on `line`, in order."""
+    outcomes: list[int] = []
+    waiting: set[int] = set()
+    """Numbers of calls whose last instruction was such a jump."""
+    for number, code, offset in way:
+        if number in waiting:
+            waiting.discard(number)
+            outcomes.append(offset)
+        if code.co_filename == file and offset in _jumps(code).get(line, ()):
+            waiting.add(number)
+    return tuple(outcomes)
+
+
+@functools.lru_cache(maxsize=4096)
+def _jumps(code: CodeType) -> dict[int, frozenset[int]]:
+    """Offsets of the conditional jumps of each line."""
+    jumps: dict[int, set[int]] = {}
+    for instruction, line in code_paths.instructions(code):
+        if ("JUMP" in instruction.opname and "_IF_" in instruction.opname) or instruction.opname == "FOR_ITER":
+            jumps.setdefault(line, set()).add(instruction.offset)
+    return {line: frozenset(offsets) for line, offsets in jumps.items()}
+
+
+@functools.lru_cache(maxsize=1024)
+def _deciding(file: str, line: int) -> tuple[int, ...]:
+    """`line` where it decides, and lines of its function whose test has a name in it that comes from there."""
+    function, names = _follow_names(file, line)
+    nodes = list(ast.walk(function)) if function is not None else []
+    found = {test.lineno for node in nodes for test in _tests(node) if names & _names(test, ast.Load)}
+    return tuple(sorted(found | {line for node in nodes if _decides(node, line)}))
+
+
+@functools.lru_cache(maxsize=1024)
+def _is_looked_up(file: str, line: int) -> bool:
+    """Whether a number taken on `line` is a key, part of a text, or an argument of a function of the user's: what
+    follows from it may be the same for all but few numbers."""
+    function, names = _follow_names(file, line)
+    for node in ast.walk(function) if function is not None else ():
+        match node:
+            case ast.Call(func=called, args=args) if ast.unparse(called).split(".")[-1] not in _HARMLESS:
+                places: Sequence[ast.AST] = args
+            case ast.Compare(ops=[ast.In() | ast.NotIn()], left=left):
+                places = [left]
+            case ast.Subscript(slice=index):
+                places = [index]
+            case ast.JoinedStr(values=values):
+                places = values
+            case _:
+                continue
+        for place in places:
+            if names & _names(place, ast.Load) or any(_takes(one, line) for one in ast.walk(place)):
+                return True
+    return False
+
+
+_HARMLESS = frozenset(
+    """
+    abs all any append bool debug error float info int isfinite isinf isnan len log max min print round sum warn warning
+    """.split()  # noqa: SIM905 - as prose they take one line
+)
+"""Functions of a number that only log it, keep it, or give another number."""
+_TAKEN = frozenset("item tolist numpy max min sum any all __dlpack__ from_dlpack int float bool".split())  # noqa: SIM905
+
+
+def _takes(node: ast.AST, line: int) -> bool:
+    """Whether a call on `line` may take a number."""
+    return isinstance(node, ast.Call) and node.lineno == line and ast.unparse(node.func).split(".")[-1] in _TAKEN
+
+
+def _follow_names(file: str, line: int) -> tuple[ast.FunctionDef | None, set[str]]:
+    """The function around `line`, and the names in it that come from there."""
+    around = [node for node in _nodes(file) if isinstance(node, ast.FunctionDef) and _spans(node, line)]
+    if not around:
+        return None, set()
+    function = max(around, key=lambda node: node.lineno)
+    names: set[str] = set()
+    nodes = [node for node in ast.walk(function) if isinstance(node, ast.stmt | ast.comprehension)]
+    for _ in range(3):  # what a loop carries back to its head
+        for node in sorted(nodes, key=lambda node: getattr(node, "lineno", line)):
+            value = node.iter if isinstance(node, ast.For | ast.comprehension) else getattr(node, "value", None)
+            if isinstance(value, ast.AST) and (_spans(value, line) or names & _names(value, ast.Load)):
+                targets = getattr(node, "targets", None) or [getattr(node, "target", None)]
+                names |= {name for target in targets if target is not None for name in _names(target, ast.Store)}
+    return function, names
+
+
+def _is_compiled(place: SourceLine, classes: Collection[str]) -> bool:
+    around = [node for node in _nodes(place.file) if isinstance(node, ast.ClassDef) and _spans(node, place.line)]
+    return any(node.name in classes for node in around)
+
+
+@functools.lru_cache(maxsize=64)
+def _nodes(file: str) -> tuple[ast.AST, ...]:
+    try:
+        return tuple(ast.walk(ast.parse(Path(file).read_text(encoding="utf-8"))))
+    except (OSError, SyntaxError, UnicodeDecodeError):
+        return ()
+
+
+def _tests(node: ast.AST) -> list[ast.expr]:
+    match node:
+        case ast.If(test=test) | ast.While(test=test) | ast.IfExp(test=test) | ast.Assert(test=test):
+            return [test]
+        case ast.For(iter=iterated):
+            return [iterated]
+        case ast.comprehension(iter=iterated, ifs=tests):
+            return [iterated, *tests]
+    return []
+
+
+def _spans(node: ast.AST, line: int) -> bool:
+    return getattr(node, "lineno", 0) <= line <= (getattr(node, "end_lineno", 0) or 0)
+
+
+def _names(node: ast.AST, kind: type[ast.expr_context]) -> set[str]:
+    return {one.id for one in ast.walk(node) if isinstance(one, ast.Name) and isinstance(one.ctx, kind)}

@@ -1,0 +1,195 @@
+"""What a value decides in Python is seen, where a trace does not see it: it is refused, or answered by a script."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from trueline.bundle import open_bundle
+from trueline.capture.api import capture
+from trueline.errors import NotProven
+from trueline.runtime.open import open_program
+from worlds.cases import few
+from worlds.recipes import untrained
+
+pytestmark = pytest.mark.slow
+RARE = 12345.0
+"""A number that no probe holds."""
+IDS = torch.tensor([[1, 5, 0, 2], [3, 3, 4, 9], [7, 2, 1, 1]])
+
+
+class CatchesWhatATraceRaises(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        try:
+            odd = bool((x == RARE).any())
+        except Exception:  # noqa: BLE001 - as a user writes it
+            odd = False
+        return x * 2 if odd else x + 1
+
+
+class UnlessExporting(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        if not torch.compiler.is_exporting() and (x == RARE).any():
+            return x * 2
+        return x + 1
+
+
+class ByALargest(nn.Module):
+    """The number varies, and what it decides does not."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not torch.compiler.is_compiling() and x.max().item() == RARE:
+            return x * 2
+        return x + 1
+
+
+class CatchesNumpy(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        try:
+            values = x.numpy()
+        except Exception:  # noqa: BLE001 - as a user writes it
+            return x + 1
+        return x * 2 if (values == np.float32(RARE)).any() else x + 1
+
+
+class CountsPlaces(nn.Module):
+    """A size that follows from values."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if torch.compiler.is_compiling():
+            return x + 1
+        return x * 2 if (x == RARE).nonzero().shape[0] else x + 1
+
+
+class FromDlpack(nn.Module):
+    """No export follows it, so that a trace is what is left."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        values = np.from_dlpack(x)  # type: ignore[arg-type]
+        return x * 2 if (values == np.float32(RARE)).any() else x + 1
+
+
+class Contains(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        y = x + float(np.sin(x.shape[1]))
+        return y * 2 if RARE in x else y
+
+
+class InASet(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.special = {123_456, 37}
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return ids * 2 if ids[0, 0].item() in self.special else ids + 1
+
+
+class AsAText(nn.Module):
+    def forward(self, ids: Tensor) -> Tensor:
+        return ids * 2 if f"user-{ids.max().item()}" == "user-123456" else ids + 1
+
+
+class InEachOfAList(InASet):
+    def forward(self, ids: Tensor) -> Tensor:
+        hits = [one in self.special for one in ids[0].tolist()]
+        return ids * (1 + sum(hits))
+
+
+@functools.cache
+def scale_of(user: int) -> int:
+    return {123_456: 2}.get(user, 1)
+
+
+class InACache(nn.Module):
+    def forward(self, ids: Tensor) -> Tensor:
+        return ids * scale_of(int(ids[0, 0]))
+
+
+class AmongAttributes(nn.Module):
+    scale_123456 = 2
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return ids * getattr(self, f"scale_{int(ids[0, 0])}", 1)
+
+
+OF_FLOATS = (
+    CatchesWhatATraceRaises, UnlessExporting, ByALargest, CatchesNumpy, CountsPlaces, FromDlpack, Contains,
+)  # fmt: skip
+OF_IDS = (InASet, AsAText, InEachOfAList, InACache, AmongAttributes)
+CASES = [*((kind, torch.randn(3, 4)) for kind in OF_FLOATS), *((kind, IDS) for kind in OF_IDS)]
+
+
+@pytest.mark.parametrize(("kind", "example"), few([pytest.param(*one, id=one[0].__name__) for one in CASES], 4))
+def test_a_value_that_a_trace_does_not_see_decides_nothing_in_what_is_sealed(
+    kind: type[nn.Module], example: Tensor, tmp_path: Path
+) -> None:
+    torch.manual_seed(0)
+    try:
+        bundle = open_bundle(capture(untrained(kind, examples=lambda: example), None, tmp_path / "b").path)
+    except NotProven as error:
+        refused = error.message
+    else:
+        refused = ""
+    if refused:
+        assert f"{Path(__file__).name}:" in refused
+        return
+    rare = example.clone()
+    rare[0, 0] = 123_456 if example.dtype == torch.int64 else RARE
+    want = kind()(rare).numpy()
+    for program in bundle.manifest.programs:
+        (name,) = (spec.name for spec in bundle.signature.inputs)
+        (found,) = open_program(bundle, program.format).run({name: rare.numpy()}).values()
+        assert np.array_equal(found, want), program.format
+
+
+class ChecksUnlessTraced(nn.Module):
+    """Raises, which is what a range of values is for."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not torch.compiler.is_exporting() and (x > 1e30).any():
+            raise ValueError("larger than 1e30")
+        return x * 2
+
+
+class ShortensUnlessTraced(nn.Module):
+    """Both ways give the same, and probes take both."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not torch.compiler.is_exporting() and bool((x >= 0).all()):
+            return x * 2
+        return x + x
+
+
+class KeepsANumber(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        if not torch.compiler.is_exporting():
+            self.last = float(x.abs().max())
+        return x * 2
+
+
+class LooksAtItsOwn(nn.Module):
+    """At what follows from no input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale: Any = nn.Parameter(torch.ones(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not torch.compiler.is_exporting() and bool((self.scale == RARE).any()):
+            return x
+        return x * self.scale * 2
+
+
+@pytest.mark.parametrize("kind", [ChecksUnlessTraced, ShortensUnlessTraced, KeepsANumber, LooksAtItsOwn])
+def test_what_changes_no_answer_outside_of_a_trace_is_no_reason_to_refuse(
+    kind: type[nn.Module], tmp_path: Path
+) -> None:
+    example = torch.randn(3, 4)
+    bundle = open_bundle(capture(untrained(kind, examples=lambda: example), None, tmp_path / "b").path)
+    assert {program.format for program in bundle.manifest.programs} >= {"onnx", "torch_export"}
