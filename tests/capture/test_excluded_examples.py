@@ -19,6 +19,7 @@ from trueline.capture.proof.attempt import Captured
 from trueline.errors import RequestError
 from trueline.runtime.open import open_program
 from worlds import recipes
+from worlds.cases import few
 
 pytestmark = pytest.mark.slow
 
@@ -78,11 +79,15 @@ def captured(model: nn.Module, out: Path, *shapes: tuple[int, ...], **options: A
 
 @pytest.mark.parametrize(
     ("model", "shapes"),
-    [
-        (Trimmed, ((3, 5, 4), (2, 9, 4), (1, 40, 4))),
-        (Root, ((3, 5, 4), (2, 40, 4), (1, 17, 4))),
-        (Leading, ((5, 4), (1, 4), (40, 4))),
-    ],
+    few(
+        [
+            (Trimmed, ((3, 5, 4), (2, 9, 4), (1, 40, 4))),
+            (Root, ((3, 5, 4), (2, 40, 4), (1, 17, 4))),
+            (Leading, ((5, 4), (1, 4), (40, 4))),
+        ],
+        1,
+        pytest.mark.jobs,
+    ),
 )
 def test_what_is_a_constant_at_the_examples_sizes_is_traced_at_larger_ones(
     model: type[nn.Module], shapes: tuple[tuple[int, ...], ...], tmp_path: Path

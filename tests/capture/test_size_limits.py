@@ -303,6 +303,7 @@ class Volume(nn.Module):
         return x * 2 if sum(len(row) for row in x) * x.shape[2] < 3000 else x
 
 
+@pytest.mark.jobs
 def test_three_sizes_are_compared_together_beside_a_guard_on_two(tmp_path: Path) -> None:
     examples = [torch.randn(3, 5, 6), torch.randn(2, 8, 4)]
     recipe = recipes.untrained(Volume, examples=lambda: iter(examples))

@@ -193,7 +193,11 @@ class Decoder(nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("make", "attentions"), [(Encoder, 3), (Decoder, 4)], ids=["encoder", "decoder with cross-attention"]
+    ("make", "attentions"),
+    [
+        pytest.param(Encoder, 3, id="encoder", marks=pytest.mark.jobs),
+        pytest.param(Decoder, 4, id="decoder with cross-attention"),
+    ],
 )
 def test_an_attention_layer_moves_four_tensors_and_takes_nothing_apart(
     make: type[nn.Module], attentions: int, tmp_path: Path

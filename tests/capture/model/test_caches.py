@@ -65,7 +65,7 @@ def test_a_cache_that_is_written_at_a_position_is_a_graph_that_follows_the_model
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("position", [60, 70, -1])
+@pytest.mark.parametrize("position", few([60, 70, -1], 1, pytest.mark.jobs))
 def test_a_slice_that_the_model_cannot_write_is_refused_by_the_program_too(
     position: int, cached: Callable[..., Any]
 ) -> None:
@@ -76,7 +76,7 @@ def test_a_slice_that_the_model_cannot_write_is_refused_by_the_program_too(
             open_program(bundle, format).run(inputs)
 
 
-@pytest.mark.slow
+@pytest.mark.jobs
 def test_past_and_new_tokens_end_together_where_the_positions_end(tmp_path: Path) -> None:
     example = tuple(torch.randn(2, size, 8) for size in (4, 7, 7))
     free = {"x": {1: "new"}, "past_k": {1: "past"}, "past_v": {1: "past"}}

@@ -311,6 +311,7 @@ def test_a_state_that_grows_begins_empty_and_every_format_follows_the_model(tmp_
     assert model.seen.shape == (0, 8)
 
 
+@pytest.mark.jobs
 def test_a_cache_that_grows_has_a_row_for_each_stream_and_batches_stay_free(tmp_path: Path) -> None:
     model = Streams()
     capture(recipe(lambda: model, 1), None, tmp_path / "b", formats=["onnx", "torch_export"], state="explicit")

@@ -13,6 +13,7 @@ from trueline.capture.export import torch_export
 from trueline.capture.model.eager import EagerSession
 from trueline.capture.onnx import emit
 from trueline.runtime.open import open_session
+from worlds.cases import few
 
 pytestmark = pytest.mark.slow
 
@@ -45,7 +46,7 @@ class Whole(torch.nn.Module):
         return [self.operator(x.to(dtype), y.to(dtype)) for dtype in DTYPES]
 
 
-@pytest.mark.parametrize("what", OPERATORS)
+@pytest.mark.parametrize("what", few(OPERATORS, 2, pytest.mark.jobs))
 def test_whole_numbers_of_every_dtype_are_answered_as_torch_answers(what: str, tmp_path: Path) -> None:
     random = np.random.default_rng(0)
     x = torch.tensor(random.integers(-100, 100, (3, 4)))

@@ -20,6 +20,7 @@ from trueline.capture.proof.probes import make_probes
 from trueline.capture.proof.prove import prove
 from trueline.runtime.open import open_session
 from worlds import recipes
+from worlds.cases import few
 
 pytestmark = pytest.mark.slow
 
@@ -141,7 +142,7 @@ NUMBERS: dict[str, Callable[[Tensor, Tensor], object]] = {
 }
 
 
-@pytest.mark.parametrize("name", [*ORDERS, *NUMBERS])
+@pytest.mark.parametrize("name", few([*ORDERS, *NUMBERS], 5, pytest.mark.jobs))
 def test_an_operator_is_proven_in_onnx_and_right_at_its_borders(name: str, tmp_path: Path) -> None:
     random = np.random.default_rng(0)
     example = tuple(torch.from_numpy(random.standard_normal((3, 6)).astype(np.float32)) for _ in range(2))

@@ -17,6 +17,7 @@ from trueline.capture.onnx import emit
 from trueline.capture.proof.probes import make_probes
 from trueline.capture.proof.prove import Proof, prove
 from trueline.runtime.open import open_session
+from worlds.cases import few
 
 pytestmark = pytest.mark.slow
 
@@ -163,7 +164,7 @@ FREE = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", few(CASES, 3, pytest.mark.jobs))
 def test_it_answers_as_the_model_does(case: str, tmp_path: Path) -> None:
     build, shape = CASES[case]
     found = proven(build(), torch.randn(shape), free=FREE.get(case), folder=tmp_path)

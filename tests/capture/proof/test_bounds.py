@@ -19,6 +19,7 @@ from trueline.capture.proof import observe as observe_module
 from trueline.capture.proof.observe import observe
 from trueline.capture.proof.probes import Probe, make_probes
 from trueline.capture.proof.prove import Proof, judge
+from worlds.cases import few
 
 Array = npt.NDArray[Any]
 Formula = Callable[[Any], Any]
@@ -113,7 +114,7 @@ ATTACKS: dict[str, tuple[Formula, Formula, Formula]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("what", ATTACKS)
+@pytest.mark.parametrize("what", few(ATTACKS, 3, pytest.mark.jobs))
 def test_a_wrong_column_or_a_small_answer_is_refused_and_the_right_one_is_proven(what: str) -> None:
     eager, right, wrong = ATTACKS[what]
     x = torch.randn(5, 4, generator=torch.Generator().manual_seed(0))

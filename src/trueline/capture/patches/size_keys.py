@@ -53,7 +53,7 @@ def watch() -> Iterator[dict[str, SourceLine | None]]:
     def write_in_form(size: torch.SymInt, form: str) -> str:
         if not size.node.is_symbolic():
             return format(int(size), form)
-        note(size, sys._getframe(1).f_code.co_filename)
+        note(size)
         return str(written(size))  # type: ignore[no-untyped-call]
 
     def encode(encoder: json.JSONEncoder, value: Any) -> Any:
