@@ -219,11 +219,7 @@ def _write_answers(search: Search, plan: DerivePlan, folder: Path, deadline: Dea
     if plan.distance:
         return plan
     form = OutputForm(made, read_example(student), signature)
-    sizes = [sum(one.numel() for one in model.parameters()) for model in (made, reference.model)]
-    return soften(
-        plan, reference.session, records, lambda outputs, labels: student.loss(form.build(outputs), labels),
-        size=sizes[0] / max(1, sizes[1]),
-    )  # fmt: skip
+    return soften(plan, reference.session, records, lambda outputs, labels: student.loss(form.build(outputs), labels))
 
 
 def check_alike(parent: Signature, made: Signature) -> None:

@@ -16,8 +16,8 @@ from torch.nn import functional
 from trueline.compress.derive import taught
 from trueline.compress.derive.plan import DerivePlan
 from trueline.compress.derive.softening import (
-    TO_FOLLOW,
-    TO_LEAN_ON,
+    ENTROPY,
+    TEACHING,
     choose_temperature,
     find_class_axis,
     soften,
@@ -108,27 +108,42 @@ def test_a_loss_tells_elements_that_decide_alone_as_logits_or_probabilities() ->
     assert [tell_yes_or_no(loss, outputs) for loss, outputs, _ in cases] == [kind for _, _, kind in cases]
 
 
-def test_a_student_with_a_third_of_the_parameters_follows_its_teacher_and_a_tiny_one_leans_on_it(
-    tmp_path: Path,
-) -> None:
+def test_classes_are_softened_and_numbers_are_not(tmp_path: Path) -> None:
     made = compressible.make(tmp_path)
     program, recipe = open_program(made.bundle), load_recipe(made.recipe)
     records = open_records(recipe, "training", program.signature)
     folder = taught.write_answers(tmp_path / "answers", program, records, made.bundle.digest)
     plan = DerivePlan(kind="taught", recipe="", answers=str(folder))
-    able, tiny = (
-        soften(plan, program, records, lambda outputs, labels: recipe.loss(torch.from_numpy(outputs["output"]), labels),
-               size=size) for size in (1 / 3, 1 / 100)
-    )  # fmt: skip
-    assert (able.classes, able.share, tiny.share) == (1, TO_FOLLOW[1], TO_LEAN_ON[1])
-    answers = np.array(taught.read_answers(folder))
-    assert [one.temperature for one in (able, tiny)] == [
-        choose_temperature(answers, 1, entropy) for entropy, _ in (TO_FOLLOW, TO_LEAN_ON)
-    ]
-    assert able.temperature > tiny.temperature > 1
-    assert able.name == f"distill:{able.temperature:g}"
-    numbers = soften(plan, program, records, lambda outputs, _: (outputs["output"] ** 2).mean(), size=1.0)
+    soft = soften(
+        plan, program, records, lambda outputs, labels: recipe.loss(torch.from_numpy(outputs["output"]), labels)
+    )
+    assert (soft.classes, soft.share, soft.name) == (1, TEACHING, f"distill:{soft.temperature:g}")
+    assert soft.temperature == choose_temperature(np.array(taught.read_answers(folder)), 1, ENTROPY) > 1
+    numbers = soften(plan, program, records, lambda outputs, _: (outputs["output"] ** 2).mean())
     assert (numbers, numbers.name) == (plan, "distill")
+
+
+def test_the_answers_to_many_classes_are_as_soft_as_to_ten(tmp_path: Path) -> None:
+    made = compressible.make(tmp_path)
+    records = open_records(load_recipe(made.recipe), "training", open_program(made.bundle).signature)
+    logits = 8 * torch.randn((1000, 300), generator=torch.Generator().manual_seed(0))
+
+    class Chooses:
+        signature = SimpleNamespace(outputs=[SimpleNamespace(name="y", shape=("batch", 300), dtype=np.dtype("f4"))])
+        done = 0
+
+        def run(self, inputs: Mapping[str, Any]) -> dict[str, Any]:
+            at, self.done = self.done % 1000, self.done + len(inputs["input"])
+            return {"y": logits[at : at + len(inputs["input"])].numpy()}
+
+    def loss(outputs: Mapping[str, Any], labels: torch.Tensor) -> torch.Tensor:
+        return functional.cross_entropy(torch.from_numpy(outputs["y"]), labels)
+
+    folder = taught.write_answers(tmp_path / "answers", Chooses(), records, "x")  # type: ignore[arg-type]
+    plan = DerivePlan(kind="taught", recipe="", answers=str(folder))
+    soft = soften(plan, Chooses(), records, loss)  # type: ignore[arg-type]
+    nats = entropy(logits.numpy() / np.float32(soft.temperature)) * math.log(300)
+    assert nats == pytest.approx(ENTROPY * math.log(10), rel=0.05)
 
 
 @pytest.mark.parametrize("shape", [(1000, 1), (1000,)])
@@ -157,10 +172,10 @@ def test_a_yes_or_no_is_softened_as_two_classes(tmp_path: Path, shape: tuple[int
 
     folder = taught.write_answers(tmp_path / "answers", Decides(), records, "x")  # type: ignore[arg-type]
     plan = DerivePlan(kind="taught", recipe="", answers=str(folder))
-    soft = soften(plan, Decides(), records, loss, size=1 / 3)  # type: ignore[arg-type]
-    assert (soft.yes_or_no, soft.classes, soft.share) == (kind, 0, TO_FOLLOW[1])
+    soft = soften(plan, Decides(), records, loss)  # type: ignore[arg-type]
+    assert (soft.yes_or_no, soft.classes, soft.share) == (kind, 0, TEACHING)
     two = np.stack([logits.flatten().numpy(), np.zeros(1000, np.float32)], axis=1)
-    assert soft.temperature == pytest.approx(choose_temperature(two, 1, TO_FOLLOW[0]), rel=0.05)
+    assert soft.temperature == pytest.approx(choose_temperature(two, 1, ENTROPY), rel=0.05)
     assert soft.name == f"distill:{soft.temperature:g}"
 
 

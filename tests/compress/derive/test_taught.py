@@ -48,13 +48,26 @@ def test_a_teacher_answers_each_record_once_and_the_student_gets_its_answer(tmp_
     assert source.fingerprint() != records.source.fingerprint()
 
 
-def test_the_loss_is_the_recipes_for_plain_labels_and_least_at_the_teachers_answers_else() -> None:
+def test_the_loss_is_the_recipes_for_plain_labels_and_least_at_the_softened_answers_else() -> None:
     loss = taught.make_loss(functional.cross_entropy, plan(1.0))
     outputs, labels = torch.randn(5, 3), torch.tensor([0, 1, 2, 1, 0])
     assert loss(outputs, labels) == functional.cross_entropy(outputs, labels)
     answers = torch.randn(5, 3)
-    assert loss(answers, (labels, answers)).item() == pytest.approx(0.0, abs=1e-6)
+    assert loss(answers / 2, (labels, answers)).item() == pytest.approx(0.0, abs=1e-6)
     assert loss(outputs, (labels, answers)) > 0.01
+
+
+def test_a_surer_teacher_needs_no_more_steps() -> None:
+    labels, answers = torch.tensor([0, 1, 2, 1, 0]), torch.randn(5, 3, generator=torch.Generator().manual_seed(0))
+    outputs = torch.zeros(5, 3, requires_grad=True)
+    slopes = [
+        torch.autograd.grad(
+            taught.make_loss(functional.cross_entropy, plan(1.0, temperature=sure))(outputs, (labels, sure * answers)),
+            outputs,
+        )[0]
+        for sure in (1.0, 100.0)
+    ]
+    assert torch.allclose(*slopes, atol=1e-6)
 
 
 def test_numbers_are_taught_by_squares() -> None:
@@ -66,8 +79,8 @@ def test_numbers_are_taught_by_squares() -> None:
 def test_classes_of_each_pixel_are_taught_along_their_axis() -> None:
     loss = taught.make_loss(functional.cross_entropy, plan(1.0, classes=1))
     labels, answers, drawn = torch.zeros(2, 4, 5, dtype=torch.int64), torch.randn(2, 3, 4, 5), torch.randn(2, 1, 4, 5)
-    assert loss(answers + drawn, (labels, answers)).item() == pytest.approx(0.0, abs=1e-5)
-    assert loss(answers + drawn * torch.randn(2, 3, 1, 1), (labels, answers)) > 0.01
+    assert loss(answers / 2 + drawn, (labels, answers)).item() == pytest.approx(0.0, abs=1e-5)
+    assert loss(answers / 2 + drawn * torch.randn(2, 3, 1, 1), (labels, answers)) > 0.01
 
 
 def test_a_yes_or_no_is_taught_as_two_classes_by_its_logit_or_its_probability() -> None:
@@ -78,7 +91,7 @@ def test_a_yes_or_no_is_taught_as_two_classes_by_its_logit_or_its_probability() 
         alone = msgspec.structs.replace(plan(1.0, classes=0), yes_or_no=kind)
         loss = taught.make_loss(lambda outputs, labels: outputs.sum() * 0, alone)
         assert loss(form(logits + 1), (labels, form(logits))).item() == pytest.approx(wanted.item(), rel=1e-3)
-        assert loss(form(logits), (labels, form(logits))).item() == pytest.approx(0.0, abs=1e-6)
+        assert loss(form(logits / 2), (labels, form(logits))).item() == pytest.approx(0.0, abs=1e-6)
         sure = loss(form(zero + 30), (labels, form(zero - 30)))  # beyond what float32 tells from 0 and 1
         assert 0 < sure.item() < 100
 
@@ -116,7 +129,7 @@ class Two(torch.nn.Module):
 def test_a_student_learns_what_a_submodule_of_the_teacher_returns() -> None:
     watch = FeatureWatch({"first": "body.5"}, [0.25])
     student = watch.attach(Two())
-    loss = taught.make_loss(lambda outputs, labels: outputs.sum() * 0, plan(1.0), watch)
+    loss = taught.make_loss(lambda outputs, labels: outputs.sum() * 0, plan(1.0, temperature=1.0), watch)
     inputs, labels = torch.randn(6, 3), torch.zeros(6)
     outputs = student(inputs)
     right = student.first(inputs).detach()

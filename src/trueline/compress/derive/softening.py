@@ -3,8 +3,9 @@
 A teacher that is sure of nearly every record answers labels: which wrong classes it finds more likely than others is in
 digits that a loss does not see. A temperature divides its logits. Which one that takes depends on the teacher, so it is
 chosen by its answers to the training records, which lie in a file before the training begins: the softened answers have
-a set share of the entropy of a guess. A student that is large enough to follow its teacher learns most from nearly all
-of what it knows, at a high temperature; a far smaller one from a part of it. Source: Hinton et al., arXiv 1503.02531.
+a set share of the entropy of a guess. The student's own logits are not divided: what it has to reach is small, so it is
+near in as many steps as labels take, where logits of the teacher's size take several times as many. Sources: Hinton et
+al., arXiv 1503.02531; a temperature for each of the two: Sun et al., arXiv 2403.01427.
 """
 
 from __future__ import annotations
@@ -26,11 +27,11 @@ if TYPE_CHECKING:
     from trueline.compress.measure.records import ProgramRecords
     from trueline.runtime.session import Session
 
-ABLE = 1 / 5
-"""Of the teacher's parameters, from which on a student follows it."""
-TO_FOLLOW, TO_LEAN_ON = (0.97, 0.9), (0.7, 0.5)
-"""For such a student, and for a smaller one: the entropy that softened answers have on average, as a share of
-log(classes), and the teacher's share of the loss."""
+ENTROPY, MANY = 0.7, 10
+"""That softened answers have on average, as a share of log(classes), but of at most `MANY` of them: so much of a guess
+among thousands would leave the right one nothing."""
+TEACHING = 0.9
+"""The teacher's share of the loss, where its answers are softened."""
 _VALUES = 2**22
 """Of the answers, by which a temperature is chosen."""
 _HOTTEST = 1e6
@@ -44,12 +45,11 @@ YesOrNo = Literal["", "logits", "probabilities"]
 
 
 def soften(
-    plan: DerivePlan, teacher: Session, records: ProgramRecords, loss: Callable[[Mapping[str, Array], Any], Any],
-    size: float,
+    plan: DerivePlan, teacher: Session, records: ProgramRecords, loss: Callable[[Mapping[str, Array], Any], Any]
 ) -> DerivePlan:  # fmt: skip
     """`plan`, whose `answers` are written, with the axis of the classes, or with what tells two of them apart, their
-    temperature and their share of the loss, if `loss`, of outputs by name and labels, is of classes. `size`: the
-    student's parameters, as a share of the teacher's. Raises what `loss` raises."""
+    temperature and their share of the loss, if `loss`, of outputs by name and labels, is of classes. Raises what
+    `loss` raises."""
     first = next(records.batches(_TRIED, _TRIED))
     outputs, name = teacher.run(first.inputs), teacher.signature.outputs[0].name
 
@@ -61,13 +61,13 @@ def soften(
     classes = 0 if kind else find_class_axis(measure, found)
     if not kind and not classes:
         return plan
-    entropy, share = TO_FOLLOW if size >= ABLE else TO_LEAN_ON
     answers = read_answers(Path(plan.answers))
     if kind:
-        temperature = choose_temperature(_pair_logits(answers, kind), 1, entropy)
+        temperature = choose_temperature(_pair_logits(answers, kind), 1, ENTROPY)
     else:
-        temperature = choose_temperature(answers, classes, entropy)
-    return msgspec.structs.replace(plan, classes=classes, yes_or_no=kind, temperature=temperature, share=share)
+        many = max(1.0, float(np.log(answers.shape[classes]) / np.log(MANY)))
+        temperature = choose_temperature(answers, classes, ENTROPY / many)
+    return msgspec.structs.replace(plan, classes=classes, yes_or_no=kind, temperature=temperature, share=TEACHING)
 
 
 def tell_yes_or_no(loss: Callable[[torch.Tensor], torch.Tensor], outputs: torch.Tensor) -> YesOrNo:

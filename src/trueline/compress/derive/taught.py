@@ -186,8 +186,8 @@ def make_loss(
     distance: Distance | None = None,
 ) -> Callable[[Any, Any], Any]:  # fmt: skip
     """`loss` of the recipe for plain labels; for those of a TaughtSource, (1 - plan.share) of it and the share of the
-    distance to the teacher: `distance`, else the divergence of classes, two or more, at the plan's temperature, or the
-    squared difference of numbers; and the distance of the outputs inside that `watch` has seen."""
+    distance to the teacher: `distance`, else the divergence of classes, two or more, from answers at the plan's
+    temperature, or the squared difference of numbers; and the distance of the outputs inside that `watch` has seen."""
     parts = 2 + len(watch.matches if watch is not None else ())
 
     def taught_loss(outputs: Any, labels: Any) -> Any:
@@ -208,18 +208,19 @@ def make_loss(
 
 
 def _measure_apart(plan: DerivePlan, outputs: torch.Tensor, answers: torch.Tensor) -> torch.Tensor:
-    """[records] How far the student's outputs [records, ...] are from the teacher's answers to the same records."""
+    """[records] How far the student's outputs [records, ...] are from the teacher's answers to the same records, which
+    alone are softened."""
     if plan.yes_or_no:
-        told, said = (as_logits(one, plan.yes_or_no) / plan.temperature for one in (answers, outputs))
-        told = told.reshape(said.shape)
+        said = as_logits(outputs, plan.yes_or_no)
+        told = as_logits(answers, plan.yes_or_no).reshape(said.shape) / plan.temperature
         sure, apart = (
             functional.binary_cross_entropy_with_logits(one, told.sigmoid(), reduction="none") for one in (told, said)
         )
-        return (apart - sure).reshape(len(outputs), -1).mean(dim=1) * plan.temperature**2
+        return (apart - sure).reshape(len(outputs), -1).mean(dim=1)
     if plan.classes:
-        told, said = (functional.log_softmax(one / plan.temperature, dim=plan.classes) for one in (answers, outputs))
+        told, said = (functional.log_softmax(one, dim=plan.classes) for one in (answers / plan.temperature, outputs))
         apart = (told.exp() * (told - said)).sum(dim=plan.classes)
-        return apart.reshape(len(outputs), -1).mean(dim=1) * plan.temperature**2
+        return apart.reshape(len(outputs), -1).mean(dim=1)
     return (outputs - answers.reshape(outputs.shape)).square().reshape(len(outputs), -1).mean(dim=1)
 
 
