@@ -193,3 +193,33 @@ def test_what_changes_no_answer_outside_of_a_trace_is_no_reason_to_refuse(
     example = torch.randn(3, 4)
     bundle = open_bundle(capture(untrained(kind, examples=lambda: example), None, tmp_path / "b").path)
     assert {program.format for program in bundle.manifest.programs} >= {"onnx", "torch_export"}
+
+
+LIBRARY = """
+import torch
+
+
+def add_to_itself(x):
+    traced = torch.compiler.is_exporting()
+    if not traced and bool((x >= 0).all()):
+        return x * 2
+    if not traced and bool((x >= 0).all()):  # it never is, here
+        return x * 2
+    return x + x
+"""
+
+
+class OfALibrary(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        import shortcuts_of_a_library
+
+        answer: Tensor = shortcuts_of_a_library.add_to_itself(x)
+        return answer
+
+
+def test_a_library_may_ask_for_values_outside_of_a_trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "site-packages").mkdir()
+    (tmp_path / "site-packages" / "shortcuts_of_a_library.py").write_text(LIBRARY)
+    monkeypatch.syspath_prepend(tmp_path / "site-packages")
+    bundle = open_bundle(capture(untrained(OfALibrary, examples=lambda: torch.randn(3, 4)), None, tmp_path / "b").path)
+    assert {program.format for program in bundle.manifest.programs} >= {"onnx", "torch_export"}

@@ -42,8 +42,7 @@ TAKES = frozenset(
 WHOLE = frozenset(
     getattr(_T, name)
     for name in ("__contains__", "__dlpack__", "__repr__", "__format__", "__reduce_ex__", "data_ptr", "storage")
-) | {_T.untyped_storage}
-"""These give away all numbers of a tensor."""
+) | {_T.untyped_storage}  # these give away all numbers of a tensor
 CHECKS = frozenset({torch._assert_async})
 """TorchScript leaves these out, since nothing follows from them."""
 
@@ -171,7 +170,8 @@ def _make_outer(eager: EagerSession, exported: Exported) -> Iterator[Mapping[str
 
 
 class _FollowedReads(_ReadWatch):
-    """Notes what is taken out of tensors that follow from the inputs' values, but on lines of `known`."""
+    """Notes what is taken out of tensors that follow from the inputs' values, but on lines of `known` and of libraries:
+    transformers takes a shortcut where no token is masked, and asks twice what cannot be otherwise."""
 
     def __init__(self, eager: EagerSession, known: Collection[SourceLine]) -> None:
         super().__init__()
@@ -185,6 +185,7 @@ class _FollowedReads(_ReadWatch):
             self.follow(tensor)
         with suppress(Exception), torch.no_grad(), as_trained(), _Follow(self), self:
             eager.calling.call(eager.module, tensors)
+        self.taken = {at: values for at, values in self.taken.items() if not code_paths.is_installed(at[0].file)}
 
     def follow(self, tensor: torch.Tensor) -> None:
         if tensor.layout is torch.strided:
