@@ -223,3 +223,41 @@ def test_a_library_may_ask_for_values_outside_of_a_trace(tmp_path: Path, monkeyp
     monkeypatch.syspath_prepend(tmp_path / "site-packages")
     bundle = open_bundle(capture(untrained(OfALibrary, examples=lambda: torch.randn(3, 4)), None, tmp_path / "b").path)
     assert {program.format for program in bundle.manifest.programs} >= {"onnx", "torch_export"}
+
+
+class Packs(nn.Module):
+    """The layer of torch takes the sizes of what is packed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.last = nn.LSTM(4, 3, batch_first=True), nn.Linear(3, 2)
+
+    def forward(self, x: Tensor, lengths: Tensor) -> Any:
+        packed = nn.utils.rnn.pack_padded_sequence(x, lengths.cpu(), batch_first=True, enforce_sorted=False)
+        answers, _ = nn.utils.rnn.pad_packed_sequence(self.layer(packed)[0], batch_first=True)
+        return self.last(answers.sum(dim=1))
+
+
+class ChoosesExperts(nn.Module):
+    """How many records each has is known where it is called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.experts = nn.Linear(4, 2), nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        chosen, answer = self.gate(x).argmax(dim=1), torch.zeros_like(x)
+        for number, expert in enumerate(self.experts):
+            at = torch.where(chosen == number)[0]
+            answer = answer.index_add(0, at, expert(x[at]))
+        return answer
+
+
+@pytest.mark.parametrize(
+    ("kind", "example"), [(Packs, (torch.randn(3, 5, 4), torch.tensor([5, 2, 4]))), (ChoosesExperts, torch.randn(6, 4))]
+)
+def test_sizes_that_follow_from_values_inside_of_layers_are_no_reason_to_refuse(
+    kind: type[nn.Module], example: Any, tmp_path: Path
+) -> None:
+    bundle = open_bundle(capture(untrained(kind, examples=lambda: example), None, tmp_path / "b").path)
+    assert {program.format for program in bundle.manifest.programs} >= {"onnx", "torch_export"}

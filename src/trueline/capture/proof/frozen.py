@@ -26,6 +26,7 @@ from trueline.capture.model.code_paths import Event, SourceLine
 from trueline.capture.model.dispatch import OperatorMode
 from trueline.capture.model.eager import EagerSession
 from trueline.capture.model.explicit_state import Explicit
+from trueline.capture.model.syntax import names_of, nodes_of, spans, tests_of
 from trueline.capture.proof import limits
 from trueline.capture.proof.careful import Careful
 from trueline.capture.proof.observe import Observation
@@ -48,7 +49,9 @@ CHECKS = frozenset({torch._assert_async})
 
 
 class _ReadWatch(TorchFunctionMode):
-    """Notes the place in the user's code of each number that is taken, and the number."""
+    """Notes the place in the user's code of each number that is taken, and the number; also in torch's `layers`."""
+
+    layers = True
 
     def __init__(self, functions: Collection[Any] = TAKES | WHOLE) -> None:
         super().__init__()
@@ -58,7 +61,7 @@ class _ReadWatch(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         if func in self._functions and args and self.follows(args[0]):
-            place = _find_place()
+            place = _find_place(layers=self.layers)
             if place is not None:
                 key = _value_key(result if func in TAKES else args[0].detach().numpy())
                 self.taken.setdefault(place, set()).add(key)
@@ -73,11 +76,13 @@ Place = tuple[SourceLine, int]
 """A line of the user's code, and the instruction that runs."""
 
 
-def _find_place() -> Place | None:
-    """The innermost of this thread; None where Trueline's own code is nearer."""
+def _find_place(layers: bool = True) -> Place | None:
+    """The innermost of this thread; None where Trueline's own code is nearer, or torch's layers unless `layers`."""
     frame = sys._getframe(1)
     while frame is not None and not code_paths.is_users(frame.f_code.co_filename):
         if frame.f_code.co_filename.startswith(_OWN) and frame.f_code.co_filename not in _HERE:
+            return None
+        if not layers and "/torch/nn/" in frame.f_code.co_filename:
             return None
         frame = frame.f_back  # type: ignore[assignment]
     return None if frame is None else (code_paths.line_at(frame), frame.f_lasti)
@@ -118,11 +123,14 @@ def find_check(eager: EagerSession) -> SourceLine | None:
     return next((place for place, _ in watch.taken), None)
 
 
-def _find_undecided(taken: Collection[Place], ways: Sequence[Sequence[Event]]) -> SourceLine | None:
+def _find_undecided(
+    taken: Collection[Place], ways: Sequence[Sequence[Event]], sizes: Collection[Place] = ()
+) -> SourceLine | None:
     """The first line that a number taken at one of these places decides, and that goes one way on all probes, or where
-    it is looked up."""
-    for place, _ in taken:
-        if _is_looked_up(place.file, place.line):
+    it is looked up. At `sizes` only the size of a tensor is known by then."""
+    for at in taken:
+        place = at[0]
+        if at not in sizes and _is_looked_up(place.file, place.line):
             return place
         for line in _deciding(place.file, place.line):
             if _is_one_sided(ways, place.file, line):
@@ -147,11 +155,12 @@ def find_unfollowed(eager: EagerSession, observations: Sequence[Observation], ex
             for inputs in _make_outer(eager, exported):
                 watch.run(inputs)
     unvaried = next((at[0] for at, values in watch.taken.items() if len(values) < 2), None)
-    return unvaried or _find_undecided([at for at in watch.taken if at not in checks], _ways(answered))
+    decisive = [at for at in watch.taken if at not in checks]
+    return unvaried or _find_undecided(decisive, _ways(answered), watch.sizes)
 
 
 def _make_outer(eager: EagerSession, exported: Exported) -> Iterator[Mapping[str, Array]]:
-    """The example with values at the ends of its dtypes, and beyond what is claimed: a check of the model's raises."""
+    """The example with values at the ends of its dtypes, and beyond what is claimed."""
     example = eager.example
     for spec in exported.signature.inputs:
         array, (low, high) = example[spec.name], spec.values.bounds(exported.signature.sizes(example))
@@ -173,10 +182,13 @@ class _FollowedReads(_ReadWatch):
     """Notes what is taken out of tensors that follow from the inputs' values, but on lines of `known` and of libraries:
     transformers takes a shortcut where no token is masked, and asks twice what cannot be otherwise."""
 
+    layers = False  # a layer of torch that takes the sizes of packed records keeps them to itself
+
     def __init__(self, eager: EagerSession, known: Collection[SourceLine]) -> None:
         super().__init__()
         self._eager, self._known = eager, known
         self._memory: dict[int, torch.UntypedStorage] = {}
+        self.sizes: set[Place] = set()
 
     def run(self, inputs: Mapping[str, Array]) -> None:
         eager, self._memory = self._eager, {}
@@ -199,10 +211,11 @@ class _FollowedReads(_ReadWatch):
             and tensor.untyped_storage()._cdata in self._memory
         )
 
-    def note(self, result: Any) -> None:
-        place = _find_place()
+    def note(self, result: Any, *, size: bool = False) -> None:
+        place = _find_place(layers=False)
         if place is not None and place[0] not in self._known:
             self.taken.setdefault(place, set()).add(repr(result))
+            self.sizes |= {place} if size else set()
 
 
 class _Follow(OperatorMode):  # type: ignore[no-untyped-call]
@@ -226,7 +239,7 @@ class _Follow(OperatorMode):  # type: ignore[no-untyped-call]
             elif leaf is not None:
                 self._reads.note(leaf)
         if torch.Tag.dynamic_output_shape in func.tags:
-            self._reads.note([leaf.shape for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)])
+            self._reads.note([one.shape for one in tree_leaves(result) if isinstance(one, torch.Tensor)], size=True)
         return result
 
 
@@ -251,7 +264,9 @@ def _find_followed(exported: Exported) -> set[SourceLine]:
 def _only_checks(place: SourceLine) -> bool:
     """Whether what is taken there decides nothing but whether the model raises."""
     lines = {place.line, *_deciding(place.file, place.line)}
-    tests = [node for node in _nodes(place.file) for test in _tests(node) if any(_spans(test, line) for line in lines)]
+    tests = [
+        node for node in nodes_of(place.file) for test in tests_of(node) if any(spans(test, line) for line in lines)
+    ]
     return bool(tests) and not any(_decides(node, line) for node in tests for line in lines)
 
 
@@ -260,7 +275,7 @@ def find_one_sided(places: Sequence[SourceLine], observations: Sequence[Observat
     count."""
     ways = _ways(observations)
     for place in places:
-        decides = any(_decides(node, place.line) for node in _nodes(place.file))
+        decides = any(_decides(node, place.line) for node in nodes_of(place.file))
         if decides and _is_one_sided(ways, place.file, place.line):
             return place
     return None
@@ -277,7 +292,7 @@ def _is_one_sided(ways: Sequence[Sequence[Event]], file: str, line: int) -> bool
 def _decides(node: ast.AST, line: int) -> bool:
     check = isinstance(node, ast.If) and not node.orelse and isinstance(node.body[-1], ast.Raise)
     return not (check or isinstance(node, ast.Assert)) and any(
-        test.lineno <= line <= (test.end_lineno or test.lineno) for test in _tests(node)
+        test.lineno <= line <= (test.end_lineno or test.lineno) for test in tests_of(node)
     )
 
 
@@ -310,7 +325,7 @@ def _deciding(file: str, line: int) -> tuple[int, ...]:
     """`line` where it decides, and lines of its function whose test has a name in it that comes from there."""
     function, names = _follow_names(file, line)
     nodes = list(ast.walk(function)) if function is not None else []
-    found = {test.lineno for node in nodes for test in _tests(node) if names & _names(test, ast.Load)}
+    found = {test.lineno for node in nodes for test in tests_of(node) if names & names_of(test, ast.Load)}
     return tuple(sorted(found | {line for node in nodes if _decides(node, line)}))
 
 
@@ -332,7 +347,7 @@ def _is_looked_up(file: str, line: int) -> bool:
             case _:
                 continue
         for place in places:
-            if names & _names(place, ast.Load) or any(_takes(one, line) for one in ast.walk(place)):
+            if names & names_of(place, ast.Load) or any(_takes(one, line) for one in ast.walk(place)):
                 return True
     return False
 
@@ -353,7 +368,7 @@ def _takes(node: ast.AST, line: int) -> bool:
 
 def _follow_names(file: str, line: int) -> tuple[ast.FunctionDef | None, set[str]]:
     """The function around `line`, and the names in it that come from there."""
-    around = [node for node in _nodes(file) if isinstance(node, ast.FunctionDef) and _spans(node, line)]
+    around = [node for node in nodes_of(file) if isinstance(node, ast.FunctionDef) and spans(node, line)]
     if not around:
         return None, set()
     function = max(around, key=lambda node: node.lineno)
@@ -362,39 +377,12 @@ def _follow_names(file: str, line: int) -> tuple[ast.FunctionDef | None, set[str
     for _ in range(3):  # what a loop carries back to its head
         for node in sorted(nodes, key=lambda node: getattr(node, "lineno", line)):
             value = node.iter if isinstance(node, ast.For | ast.comprehension) else getattr(node, "value", None)
-            if isinstance(value, ast.AST) and (_spans(value, line) or names & _names(value, ast.Load)):
+            if isinstance(value, ast.AST) and (spans(value, line) or names & names_of(value, ast.Load)):
                 targets = getattr(node, "targets", None) or [getattr(node, "target", None)]
-                names |= {name for target in targets if target is not None for name in _names(target, ast.Store)}
+                names |= {name for target in targets if target is not None for name in names_of(target, ast.Store)}
     return function, names
 
 
 def _is_compiled(place: SourceLine, classes: Collection[str]) -> bool:
-    around = [node for node in _nodes(place.file) if isinstance(node, ast.ClassDef) and _spans(node, place.line)]
+    around = [node for node in nodes_of(place.file) if isinstance(node, ast.ClassDef) and spans(node, place.line)]
     return any(node.name in classes for node in around)
-
-
-@functools.lru_cache(maxsize=64)
-def _nodes(file: str) -> tuple[ast.AST, ...]:
-    try:
-        return tuple(ast.walk(ast.parse(Path(file).read_text(encoding="utf-8"))))
-    except (OSError, SyntaxError, UnicodeDecodeError):
-        return ()
-
-
-def _tests(node: ast.AST) -> list[ast.expr]:
-    match node:
-        case ast.If(test=test) | ast.While(test=test) | ast.IfExp(test=test) | ast.Assert(test=test):
-            return [test]
-        case ast.For(iter=iterated):
-            return [iterated]
-        case ast.comprehension(iter=iterated, ifs=tests):
-            return [iterated, *tests]
-    return []
-
-
-def _spans(node: ast.AST, line: int) -> bool:
-    return getattr(node, "lineno", 0) <= line <= (getattr(node, "end_lineno", 0) or 0)
-
-
-def _names(node: ast.AST, kind: type[ast.expr_context]) -> set[str]:
-    return {one.id for one in ast.walk(node) if isinstance(one, ast.Name) and isinstance(one.ctx, kind)}
