@@ -238,6 +238,14 @@ class Packs(nn.Module):
         return self.last(answers.sum(dim=1))
 
 
+class PacksByAList(Packs):
+    def forward(self, x: Tensor, lengths: Tensor) -> Any:
+        lengths, order = lengths.sort(descending=True)
+        packed = nn.utils.rnn.pack_padded_sequence(x[order], lengths.tolist(), batch_first=True)
+        _, (last, _) = self.layer(packed)
+        return self.last(last[-1])[order.argsort()]
+
+
 class ChoosesExperts(nn.Module):
     """How many records each has is known where it is called."""
 
@@ -254,7 +262,12 @@ class ChoosesExperts(nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("kind", "example"), [(Packs, (torch.randn(3, 5, 4), torch.tensor([5, 2, 4]))), (ChoosesExperts, torch.randn(6, 4))]
+    ("kind", "example"),
+    [
+        (Packs, (torch.randn(3, 5, 4), torch.tensor([5, 2, 4]))),
+        (PacksByAList, (torch.randn(3, 5, 4), torch.tensor([5, 2, 4]))),
+        (ChoosesExperts, torch.randn(6, 4)),
+    ],
 )
 def test_sizes_that_follow_from_values_inside_of_layers_are_no_reason_to_refuse(
     kind: type[nn.Module], example: Any, tmp_path: Path

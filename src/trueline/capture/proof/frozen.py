@@ -354,10 +354,11 @@ def _is_looked_up(file: str, line: int) -> bool:
 
 _HARMLESS = frozenset(
     """
-    abs all any append bool debug error float info int isfinite isinf isnan len log max min print round sum warn warning
+    abs all any append bool debug error float info int isfinite isinf isnan len log max min pack_padded_sequence print
+    round sum warn warning
     """.split()  # noqa: SIM905 - as prose they take one line
 )
-"""Functions of a number that only log it, keep it, or give another number."""
+"""Functions of a number that only log it, keep it, or give another number; the lengths of packed records are traced."""
 _TAKEN = frozenset("item tolist numpy max min sum any all __dlpack__ from_dlpack int float bool".split())  # noqa: SIM905
 
 
@@ -377,7 +378,9 @@ def _follow_names(file: str, line: int) -> tuple[ast.FunctionDef | None, set[str
     for _ in range(3):  # what a loop carries back to its head
         for node in sorted(nodes, key=lambda node: getattr(node, "lineno", line)):
             value = node.iter if isinstance(node, ast.For | ast.comprehension) else getattr(node, "value", None)
-            if isinstance(value, ast.AST) and (spans(value, line) or names & names_of(value, ast.Load)):
+            if not isinstance(value, ast.AST) or "pack_padded_sequence(" in ast.unparse(value):
+                continue
+            if spans(value, line) or names & names_of(value, ast.Load):
                 targets = getattr(node, "targets", None) or [getattr(node, "target", None)]
                 names |= {name for target in targets if target is not None for name in names_of(target, ast.Store)}
     return function, names
