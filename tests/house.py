@@ -73,6 +73,7 @@ MAX_LINES += 380  # outputs by their places, answers of one process, far calls o
 MAX_LINES += 470  # sets written in code, settings of a process, weights within limits (0020)
 MAX_LINES += 620  # numpy and folds of sizes in a trace, lengths that values end, bounded loops (0020)
 MAX_LINES += 480  # what a value decides unseen by a trace, state behind methods of C, checks in ONNX (0020)
+MAX_LINES += 170  # what a step's checks cost, how programs are timed, and their tests (0025)
 MAX_LINES += 430  # yes or no in distillation, layers that stay in float32 (0025)
 MAX_FOLDER_FILES = 20
 MAX_FILE_LINES = 400

@@ -1,8 +1,8 @@
 """How fast programs are, measured alternately: each round visits every program, so that what else the machine does
-meets all of them. A visit calls a fast program several times, since the first call finds the caches full of another's
-weights. Ratios are of the fastest calls of the same round, which other processes disturb least; every other round goes
-backwards. A program that takes far longer than all others together (the eager model, beside compiled ones) is visited
-in some of the rounds only.
+meets all of them. The first call of a visit does not count: it finds the caches full of another program's weights,
+which a server of one program never does. Ratios are of the fastest calls of the same round, which other processes
+disturb least; every other round goes backwards. A program that takes far longer than all others together (the eager
+model, beside compiled ones) is visited in some of the rounds only.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ LEAST, MOST = 11, 1000
 """Rounds. Below LEAST a median and its bounds say little."""
 VISIT_S = 0.002
 MOST_CALLS = 32
-"""Calls of a visit: until it takes VISIT_S, at most this many."""
+"""Calls of a visit that count: until they take VISIT_S, at most this many."""
 SURE = 1.1632
 """Half the normal quantile for 99 %: the order statistic that bounds a median is this times the root of their number
 away from it."""
@@ -40,7 +40,7 @@ class Timing(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, slots=True)
 class Rounds:
-    """Seconds of each program: of every call, and the least of each visit, NaN in rounds without one."""
+    """Seconds of each program: of every call that counts, and the least of each visit, NaN in rounds without one."""
 
     calls: Mapping[str, Floats]
     visits: Mapping[str, Floats]
@@ -65,8 +65,9 @@ def measure_alternately(
     visited in as few rounds as keep its share of the time at a half, LEAST at least."""
     once = {name: _warm(run, clock) for name, run in runs.items()}
     repeats = {name: max(1, min(MOST_CALLS, math.ceil(VISIT_S / max(took, 1e-9)))) for name, took in once.items()}
-    others = sum(once[name] * repeats[name] for name in runs if name != slow)
-    every = max(1, math.ceil(once[slow] / max(others, 1e-9))) if slow else 1
+    visit = {name: took * (1 + repeats[name]) for name, took in once.items()}
+    others = sum(took for name, took in visit.items() if name != slow)
+    every = max(1, math.ceil(visit[slow] / max(others, 1e-9))) if slow else 1
     calls: dict[str, list[float]] = {name: [] for name in runs}
     visits: dict[str, list[float]] = {name: [] for name in runs}
     names, began, rounds = list(runs), clock(), 0
@@ -75,6 +76,7 @@ def measure_alternately(
             if name == slow and rounds % every:
                 visits[name].append(math.nan)
                 continue
+            _time(runs[name], clock)
             times = [_time(runs[name], clock) for _ in range(repeats[name])]
             calls[name] += times
             visits[name].append(min(times))

@@ -8,6 +8,7 @@ generators are not detected.
 from __future__ import annotations
 
 import ctypes
+import platform
 import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -49,7 +50,7 @@ def generator_state() -> tuple[Any, ...]:
     import torch
 
     states = (torch.get_rng_state(), *_on_cuda())
-    return random.getstate()[1], _numpy_state(), *(state.numpy().tobytes() for state in states)
+    return _python_state(), _numpy_state(), *(state.numpy().tobytes() for state in states)
 
 
 def _on_cuda() -> list[torch.Tensor]:
@@ -58,6 +59,31 @@ def _on_cuda() -> list[torch.Tensor]:
 
     used = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     return [torch.cuda.get_rng_state()] if used else []
+
+
+def _lies_in_place() -> bool:
+    """Whether a `random.Random` holds position and words of its Mersenne twister behind its header, as in CPython."""
+    twister = random.Random(7)
+    if type(twister).__basicsize__ < object.__basicsize__ + 625 * 4:
+        return False
+    twister.random()
+    state: tuple[int, ...] = twister.getstate()[1]
+    return _read_twister(twister) == (state[0], state[624])
+
+
+def _read_twister(generator: random.Random) -> tuple[int, int]:
+    address = id(generator) + object.__basicsize__
+    return ctypes.c_uint32.from_address(address + 4).value, ctypes.c_int32.from_address(address).value
+
+
+_IN_PLACE = platform.python_implementation() == "CPython" and _lies_in_place()
+_PYTHON: random.Random = random.seed.__self__  # type: ignore[attr-defined]
+"""What the functions of the module `random` draw from."""
+
+
+def _python_state() -> tuple[int, ...]:
+    """As `_numpy_state`, of Python's: getstate makes 625 objects."""
+    return _read_twister(_PYTHON) if _IN_PLACE else _PYTHON.getstate()[1]
 
 
 def _numpy_state() -> tuple[int, int]:

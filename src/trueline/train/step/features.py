@@ -32,7 +32,9 @@ _KINDS: dict[str, Callable[[npt.NDArray[Any]], npt.NDArray[Any]]] = {
 
 def _rows(batch: Batch | StepBatch, count: int) -> Iterator[tuple[int, npt.NDArray[Any]]]:
     """[records, elements] of each small tensor of a batch, with its number."""
-    for number, leaf in enumerate(torch.utils._pytree.tree_leaves((batch.inputs, batch.labels))):
+    parts = batch.inputs, batch.labels
+    plain = isinstance(parts[0], torch.Tensor) and isinstance(parts[1], torch.Tensor)
+    for number, leaf in enumerate(parts if plain else torch.utils._pytree.tree_leaves(parts)):
         if isinstance(leaf, torch.Tensor) and leaf.dim() and len(leaf) == count and not leaf.is_complex():
             flat = leaf.detach().reshape(count, -1)
             if 0 < flat.shape[1] <= MOST_WATCHED:
@@ -132,12 +134,23 @@ class News:
     values: list[float]
 
 
+def _is_usual(rows: npt.NDArray[Any], kind: str, seen: list[float]) -> bool:
+    """Whether nothing in `rows` is new, by one pass over them; most batches of most jobs end here. False: not known."""
+    if kind == "value":
+        return frozenset(seen).issuperset(rows[:, 0].tolist())
+    if seen != [0]:
+        return False
+    if kind == "zeros":
+        return bool(rows.all())
+    return not np.isnan(rows).any() if kind == "nans" else bool(rows.min() >= 0)
+
+
 def find_new(columns: Sequence[Column], batch: StepBatch) -> News | None:
     """The first column in which records of `batch` are something new."""
     rows = dict(_rows(batch, len(batch.records))) if columns else {}
     for column in columns:
         number, kind, seen = column
-        if number in rows:
+        if number in rows and not _is_usual(rows[number], kind, seen):
             values = _KINDS[kind](rows[number])
             new = values != seen[0] if len(seen) == 1 else ~np.isin(values, seen)
             if new.any():
