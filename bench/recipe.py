@@ -1,6 +1,7 @@
 """The model that the training benchmarks share: an MLP on generated records, in two sizes.
 
-BENCH_STEP=short: 0.2 million parameters, about 8 ms a step on two cores; long: 2.1 million, about 100 ms.
+BENCH_STEP=short: 0.2 million parameters, 4 to 8 ms a step on two cores; long: 2.1 million, about 100 ms. BENCH_FACTOR:
+of the records of a step, for a step of a certain time on any machine.
 Workers read the variable; the launcher loads a recipe once, so `global_batch` is passed to it separately.
 """
 
@@ -14,7 +15,8 @@ from _turns import baton
 name = "bench"
 SIZES = {"short": (192, 200, 400, 1), "long": (1280, 40, 1000, 2)}
 """Records of a step, steps of an epoch, width and number of the hidden layers."""
-global_batch, STEPS, WIDE, DEPTH = SIZES[os.environ.get("BENCH_STEP", "short")]
+records, STEPS, WIDE, DEPTH = SIZES[os.environ.get("BENCH_STEP", "short")]
+global_batch = 2 * round(records / 2 * float(os.environ.get("BENCH_FACTOR", "1")))
 RECORDS = STEPS * global_batch
 
 

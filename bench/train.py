@@ -19,6 +19,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -186,6 +187,7 @@ def plain(folder: Path, steps: int, reading: str = "inside") -> Side:
 def elastic(folder: Path, steps: int, **settings: Any) -> Side:
     """An undisturbed elastic job on two workers."""
     batch, epoch_steps, *_ = recipe.SIZES[os.environ["BENCH_STEP"]]
+    batch = 2 * round(batch / 2 * float(os.environ.get("BENCH_FACTOR", "1")))
     job_dir = folder / f"job-{time.monotonic_ns()}"
     asked = {"recipe": str(RECIPE), "workers": 2, "epochs": steps // epoch_steps, "global_batch": batch,
              "job_dir": str(job_dir), **settings}  # fmt: skip
@@ -242,21 +244,23 @@ def compared(
 
 
 def steps_long(folder: Path, scale: int) -> tuple[Figures, list[Row]]:
-    return against_ddp(folder, scale, "long", "step_ratio", "<= 1.01", block=10, steps=55)
+    return against_ddp(folder, scale, "long", "step_ratio", "<= 1.01", block=10, steps=55, aim_ms=100)
 
 
 def steps_short(folder: Path, scale: int) -> tuple[Figures, list[Row]]:
-    return against_ddp(folder, scale, "short", "step_ratio_8ms", "<= 1.03", block=40, steps=400)
+    return against_ddp(folder, scale, "short", "step_ratio_8ms", "<= 1.03", block=40, steps=400, aim_ms=8)
 
 
 def against_ddp(
-    folder: Path, scale: int, kind: str, key: str, goal: str, *, block: int, steps: int
+    folder: Path, scale: int, kind: str, key: str, goal: str, *, block: int, steps: int, aim_ms: float
 ) -> tuple[Figures, list[Row]]:
     """Jobs beside plain DDP, in turns: the median of ten runs, each the median of its turns.
 
-    DDP reads ahead as the elastic worker does: in the way that is fastest for it here, tried first.
+    A step has as many records as DDP takes `aim_ms` for. DDP reads ahead as the elastic worker does: in the way that
+    is fastest for it here, tried first.
     """
-    with environment(BENCH_STEP=kind):
+    with ExitStack() as stack:
+        stack.enter_context(environment(BENCH_STEP=kind))
 
         def one_run(one: Side, other: Side) -> tuple[float, float, float]:
             """The median of the turns' ratios, and the median steps of both."""
@@ -265,6 +269,8 @@ def against_ddp(
             ratio = statistics.median(mine / its for mine, its in zip(ones, others, strict=True))
             return ratio, statistics.median(ones), statistics.median(others)
 
+        _, first_ms, second_ms = one_run(plain(folder, steps, "inside"), plain(folder, steps, "inside"))
+        stack.enter_context(environment(BENCH_FACTOR=f"{2 * aim_ms / (first_ms + second_ms):.2f}"))
         tried = {"inside": 1.0}
         for new in ("hook", "thread", "loader"):
             ratio, *_ = one_run(plain(folder, steps, new), plain(folder, steps, "inside"))

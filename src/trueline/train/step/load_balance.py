@@ -3,8 +3,9 @@
 Each member sends its records a second in the account of every step, so all derive the same weights from the same rates.
 A member with rate 0 has no share: it is still receiving the state. The weights change at once when a rate differs by
 more than `DEAD_BAND`, and when another split would have saved more than `SLACK` for `STEADY` steps in a row and for a
-second; while rates come from the trial forward, for one step in the first `SETTLING`. A short disturbance changes
-nothing: new batch sizes waste what was read ahead, and compiled models.
+second; where the first rates come from the trial forward, for one step in the first `SETTLING` and the first second. So
+few measurements do not tell members apart whose rates are within `ALIKE` of each other: these have equal shares until
+more is known. A short disturbance changes nothing: new batch sizes waste what was read ahead, and compiled models.
 """
 
 from __future__ import annotations
@@ -18,6 +19,9 @@ DEAD_BAND = 0.10
 SLACK, STEADY, SETTLING = 0.02, 8, 8
 OVER_S = 1.0  # a rate averages about this many seconds, if they have more than a few steps
 SMOOTHING = 0.3  # weight of the newest measurement if its step took `SMOOTHING * OVER_S` or longer
+ALIKE = 1.25
+"""Greatest / least rate up to which a forward, or a few steps, say nothing of who is faster: two processes on equal
+cores differ as much while others start."""
 FLOOR = 0.01
 """Least weight, as a fraction of the greatest: a slower member keeps a few records, so that it is measured again."""
 
@@ -107,12 +111,15 @@ def initial_weights(rates: Sequence[float], *, behind: Sequence[bool]) -> tuple[
     (100.0, 200.0, 0.0)
     >>> initial_weights([-100.0, -10.0, 0.0], behind=[False] * 3)
     (100.0, 10.0, 55.0)
+    >>> initial_weights([-100.0, -85.0], behind=[False] * 2)
+    (92.5, 92.5)
     """
     measured = any(rate > 0 for rate in rates)
     counted = [max(rate, 0.0) if measured else -rate for rate in rates]
     known = [rate for rate in counted if rate > 0]
     usual = sum(known) / len(known) if known else 1.0
-    return _raise_to_floor([0.0 if late else (rate or usual) for rate, late in zip(counted, behind, strict=True)])
+    weights = [0.0 if late else (rate or usual) for rate, late in zip(counted, behind, strict=True)]
+    return _raise_to_floor(weights) if measured else _level(weights)
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +128,7 @@ class StepSplit:
 
     weights: tuple[float, ...] = (1.0,)
     uneven: int = 0  # steps in a row in which members waited for others longer than `SLACK`
-    settling: int = 0  # steps left in which one uneven step is enough: the split was not measured
+    settling: float = 0  # steps left in which one uneven step is enough: the split was not measured for a second
 
     def after_step(self, rates: Sequence[float], records: int) -> StepSplit:
         """The split of the next step, if the members of this one, of `records` records, measured `rates`.
@@ -136,12 +143,15 @@ class StepSplit:
         StepSplit(weights=(100.0, 106.0), uneven=0, settling=0)
         >>> StepSplit((1.0, 1.0), uneven=7).after_step([100.0, 106.0], 2)  # steps of a hundredth of a second
         StepSplit(weights=(1.0, 1.0), uneven=8, settling=0)
-        >>> StepSplit((1.0, 1.0), settling=4).after_step([100.0, 106.0], 200)
-        StepSplit(weights=(100.0, 106.0), uneven=0, settling=3)
+        >>> StepSplit((1.0, 2.0), settling=4).after_step([100.0, 106.0], 200)
+        StepSplit(weights=(103.0, 103.0), uneven=0, settling=3)
+        >>> StepSplit((1.0, 1.0), settling=4).after_step([100.0, 150.0], 200)
+        StepSplit(weights=(100.0, 150.0), uneven=0, settling=3)
         """
         if not max(rates) > 0:
             return self
-        new, old, left = _raise_to_floor(rates), self.weights, max(0, self.settling - 1)
+        new = _level(rates) if self.settling else _raise_to_floor(rates)
+        old, left = self.weights, max(0, self.settling - min(1, SETTLING * records / (OVER_S * sum(new))))
         pairs = list(zip(old, new, strict=True))
         if 0.0 in old or 0.0 in new:
             if any((weight > 0) != (rate > 0) for weight, rate in pairs):
@@ -155,6 +165,15 @@ class StepSplit:
         if uneven >= (1 if self.settling else max(STEADY, OVER_S * sum(new) / max(records, 1))):
             return StepSplit(new, settling=left)
         return self if uneven == self.uneven and left == self.settling else StepSplit(old, uneven, left)
+
+
+def _level(rates: Sequence[float]) -> tuple[float, ...]:
+    """As `_raise_to_floor`, but equal weights for rates that are within ALIKE of each other."""
+    known = [rate for rate in rates if rate > 0]
+    if not known or max(known) > ALIKE * min(known):
+        return _raise_to_floor(rates)
+    mean = sum(known) / len(known)
+    return tuple(mean if rate > 0 else 0.0 for rate in rates)
 
 
 def _raise_to_floor(rates: Sequence[float]) -> tuple[float, ...]:
