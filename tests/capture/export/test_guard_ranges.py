@@ -123,3 +123,16 @@ def test_guards_of_which_none_says_the_other_are_all_kept() -> None:
     for a in range(1, 40):
         for b in (1, 2, 3, 8):
             assert found.allows({"a": a, "b": b}) is (a not in (7, 9, 30) and a not in (b, 9 - b))
+
+
+def test_what_is_filled_up_to_a_multiple_is_assumed_to_be_no_1_as_any_size() -> None:
+    count = f"({L} + (4 - {L} % 4) % 4) // 4"
+    wide, *_, strict = claimed(f"{count} != 1", f"{A} * ({count}) != 1", f"1 < {count}")
+    assert wide.dims["length"] == Dim(min=1)
+    assert wide.guards == ()
+    assert strict.dims["length"] == Dim(min=5)
+
+
+def test_what_a_remainder_is_compared_with_stands_in_the_model() -> None:
+    for code in (f"{L} % 4 > 1", f"1 < 3 * ({L} % 4)", f"{A} * ({L} % 4) >= 1"):
+        assert not any(claim.allows({"batch": 2, "length": 8, "other": 2}) for claim in claimed(code))

@@ -184,8 +184,8 @@ def _is_assumption(guard: Guard) -> bool:
 
 def _assumes(tree: ast.expr) -> bool:
     """`expression != 0`, `!= 1`, `> 1`, `>= 2`: the exporter treats 0 and 1 as special everywhere. What a remainder is
-    compared with stands in the model."""
-    if any(isinstance(node, ast.Mod) for node in ast.walk(tree)):
+    compared with stands in the model, but for the length of what is filled up to a multiple."""
+    if _is_remainder(tree):
         return False
     match tree:
         case ast.Compare(ops=[ast.NotEq() | ast.Gt()], comparators=[ast.Constant(value=0 | 1)]):
@@ -196,6 +196,27 @@ def _assumes(tree: ast.expr) -> bool:
             return True
         case ast.Compare(left=ast.Constant(value=1 | 2), ops=[ast.LtE()]):
             return True
+    return False
+
+
+def _is_remainder(tree: ast.expr) -> bool:
+    """Whether it is a remainder, up to factors and constants, or compares one."""
+    match tree:
+        case ast.Compare(left=left, comparators=others):
+            return any(map(_is_remainder, (left, *others)))
+        case ast.BinOp(op=ast.Mod()):
+            return True
+        case ast.BinOp(left=left, op=ast.Add() | ast.Sub(), right=right):
+            sides = [one for one in (left, right) if not isinstance(one, ast.Constant)]
+            return bool(sides) and all(map(_is_remainder, sides))
+        case ast.BinOp(left=left, right=right):
+            return _is_remainder(left) or _is_remainder(right)
+        case ast.UnaryOp(operand=operand):
+            return _is_remainder(operand)
+        case ast.Call(args=given):
+            return any(map(_is_remainder, given))
+        case ast.BoolOp(values=values):
+            return any(map(_is_remainder, values))
     return False
 
 

@@ -19,20 +19,20 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
-from trueline.bundle.signature import Array
+from trueline.bundle.signature import Array, Signature
 from trueline.capture.export.exported import Exported
-from trueline.capture.model import code_paths, dispatch
+from trueline.capture.model import code_paths, dispatch, fixed_inputs
 from trueline.capture.model.code_paths import Event, SourceLine
 from trueline.capture.model.dispatch import OperatorMode
 from trueline.capture.model.eager import EagerSession
 from trueline.capture.model.explicit_state import Explicit
+from trueline.capture.model.fixed_inputs import FixedInputs
 from trueline.capture.model.syntax import names_of, nodes_of, spans, tests_of
 from trueline.capture.proof import limits
 from trueline.capture.proof.careful import Careful
 from trueline.capture.proof.observe import Observation
 from trueline.capture.proof.value_probes import plant
 from trueline.recipe.eager_mode import as_trained
-from trueline.runtime.session import Session
 from trueline.runtime.tensors import to_tensors
 
 _T = torch.Tensor
@@ -53,10 +53,10 @@ class _ReadWatch(TorchFunctionMode):
 
     layers = True
 
-    def __init__(self, functions: Collection[Any] = TAKES | WHOLE) -> None:
+    def __init__(self, functions: Collection[Any] = TAKES | WHOLE, fixed: FixedInputs | None = None) -> None:
         super().__init__()
         self.taken: dict[Place, set[str]] = {}
-        self._functions = functions
+        self._functions, self._fixed = functions, fixed
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -69,7 +69,7 @@ class _ReadWatch(TorchFunctionMode):
 
     def follows(self, tensor: Any) -> bool:
         """Whether what is taken out of `tensor` counts."""
-        return isinstance(tensor, torch.Tensor)
+        return isinstance(tensor, torch.Tensor) and not (self._fixed and self._fixed.hold(tensor))
 
 
 Place = tuple[SourceLine, int]
@@ -88,7 +88,7 @@ def _find_place(layers: bool = True) -> Place | None:
     return None if frame is None else (code_paths.line_at(frame), frame.f_lasti)
 
 
-_OWN, _HERE = str(Path(__file__).parents[1]), (__file__, dispatch.__file__)
+_OWN, _HERE = str(Path(__file__).parents[1]), (__file__, dispatch.__file__, fixed_inputs.__file__)
 
 
 def _value_key(result: Any) -> str:
@@ -99,15 +99,16 @@ def _value_key(result: Any) -> str:
 
 
 def find_unvaried(
-    eager: Session, observations: Sequence[Observation], compiled: Collection[str] = ()
+    eager: EagerSession, observations: Sequence[Observation], claim: Signature, compiled: Collection[str] = ()
 ) -> SourceLine | None:
-    """The first line where a number out of a tensor was the same on all probes, or decided the same on all. Code of the
-    classes `compiled` is not traced, and does not count."""
-    watch = _ReadWatch()
+    """The first line where a number out of a tensor was the same on all probes, or decided the same on all; not one of
+    an input that `claim` holds at one value. Code of the classes `compiled` is not traced, and does not count."""
+    fixed = FixedInputs(eager, claim)
+    watch = _ReadWatch(fixed=fixed)
     for seen in observations:
         if seen.outputs is not None:
             with watch:
-                eager.run(seen.probe.inputs)
+                fixed.run(seen.probe.inputs)
     taken = {at: values for at, values in watch.taken.items() if not _is_compiled(at[0], compiled)}
     for (place, _), values in taken.items():
         if len(values) < 2:

@@ -99,7 +99,7 @@ def _try(
         return Tried(why=UNCHECKED, line=f"{check}")
     place = None
     if way != "script":
-        place = find_unvaried(eager, observations, _compiled_classes(eager, how))
+        place = find_unvaried(eager, observations, proof.signature, _compiled_classes(eager, how))
     if place is None and not guarded:
         place = find_one_sided(frozen, observations)
     if place is not None:

@@ -37,6 +37,12 @@ FUNCTIONS: dict[str, Callable[[int], float]] = {
     "lcm": lambda n: math.lcm(n, 6),
     "isqrt": lambda n: math.isqrt(n),
     "comb": lambda n: math.comb(n, 3) + math.comb(n, 0),
+    "perm": lambda n: math.perm(n, 2),
+    "round": lambda n: round(n) + round(n, 1) + 3 * round(n, -1) + 7 * round(n, -2),
+    "trunc": lambda n: math.trunc(n / 3) + math.dist((n, 2), (n, 5)) + math.fsum([n, 0.5, 2]),
+    "remainder": lambda n: math.remainder(n, 4),
+    "levels": lambda n: math.ceil(math.log2(n)) + 3 * math.floor(math.log2(n)) + 7 * math.trunc(math.log2(n)),
+    "shifts": lambda n: (1 << n.bit_length()) + (1000 >> (n % 7)),
     "bits": lambda n: n.bit_length() + n.bit_count(),
     "bin": lambda n: bin(n).count("1") - bin(n).count("0"),
     "operators on bits": lambda n: (n & 3) + (12 | n) + (n ^ 5) + (n << 2) + (n >> 1) + (~n),
@@ -63,6 +69,9 @@ def test_a_function_of_a_size_stays_free_and_is_pythons_own(name: str) -> None:
 TRANSCENDENTAL: dict[str, Callable[[int], float]] = {
     "logarithms": lambda n: math.log(n) / math.log(512) + math.log2(n) + math.log10(n) + math.log(n, 3) + math.log1p(n),
     "exponentials": lambda n: math.exp(-n) + math.expm1(-n) + math.tanh(n),
+    "roots": lambda n: math.cbrt(n) + math.exp2(-n) + math.pow(n, 0.3) + math.copysign(2, n - 10),
+    "hyperbolic": lambda n: math.asinh(n) + math.acosh(n) + math.degrees(n) / 99 + math.radians(n),
+    "as a float": lambda n: float(math.log2(n)) + float(math.sqrt(n)),
     "angles": lambda n: math.sin(n / 7) + math.cos(n) + math.atan2(n, 3) + math.hypot(n, 4),
 }
 

@@ -9,7 +9,6 @@ counterpart of raises, as before. Source: torch._numpy, numpy's interface on ten
 from __future__ import annotations
 
 import functools
-import math
 import operator
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -74,7 +73,8 @@ class _Function:
         leaves = tree_leaves((args, options))
         if not any(map(_is_traced, leaves)):
             return self._plain(*args, **options)
-        if self._of_sizes is not None and not options and _are_numbers(leaves):
+        logarithm = len(leaves) == 1 and size_functions.is_logarithm(leaves[0])
+        if self._of_sizes is not None and not options and (logarithm or _are_numbers(leaves)):
             return self._of_sizes(*args)
         found = self._free(*tree_map(_as_tensor, args), **tree_map(_as_tensor, options))
         numbers = _are_numbers(leaves) and isinstance(found, ARRAY) and not found.ndim
@@ -116,8 +116,8 @@ _OF_SIZES: dict[str, Callable[..., Any]] = {
     **size_functions.OF_NUMBERS,
     "power": operator.pow,
     "sqrt": size_functions.sqrt,
-    "ceil": lambda of: torch.sym_float(math.ceil(of)),  # type: ignore[no-untyped-call]
-    "floor": lambda of: torch.sym_float(math.floor(of)),  # type: ignore[no-untyped-call]
+    "ceil": lambda of: torch.sym_float(size_functions.ceil(of)),  # type: ignore[no-untyped-call]
+    "floor": lambda of: torch.sym_float(size_functions.floor(of)),  # type: ignore[no-untyped-call]
     "prod": _product,
     "minimum": torch.sym_min,
     "maximum": torch.sym_max,

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from trueline.capture.patches import Patch
 
@@ -69,6 +70,40 @@ def comb(n: Size, k: Size) -> Size:
     for at in range(k):
         found = found * (n - at) // (at + 1)
     return found
+
+
+def perm(n: Size, k: Size = None) -> Size:
+    """Ways to arrange a few of a free number."""
+    if not _is_free(n) or not isinstance(k, int) or not 0 <= k <= MOST_CHOSEN:
+        return math.perm(n, k)
+    found: Size = 1
+    for at in range(k):
+        found = found * (n - at)
+    return found
+
+
+def dist(p: Any, q: Any) -> Any:
+    if not _is_free(*p, *q) or len(p) != len(q):
+        return math.dist(p, q)
+    return sum((one - other) ** 2 for one, other in zip(p, q, strict=True)) ** 0.5
+
+
+def fsum(of: Any) -> Any:
+    """In the order of `of`, which rounds otherwise than Python in the last digit."""
+    given = list(of)
+    return sum(given) * 1.0 if _is_free(*given) else math.fsum(given)
+
+
+def trunc(of: Any) -> Any:
+    whole = whole_part(of)
+    if whole is not None:
+        return whole
+    return torch.sym_int(of) if _is_free(of) else math.trunc(of)  # type: ignore[no-untyped-call]
+
+
+def remainder(of: Any, by: Any) -> Any:
+    """To the nearest multiple."""
+    return of - round(of / by) * (by * 1.0) if _is_free(of, by) else math.remainder(of, by)
 
 
 def count_bits(size: Size) -> Size:
@@ -143,41 +178,53 @@ def floor_division(size: Size, by: Any) -> Any:
     return quotient + torch.sym_float(math.floor(rest / by))  # type: ignore[no-untyped-call]
 
 
+def round_off(size: Size, digits: int | None = None) -> Size:
+    """Python's: to tens for -1, of two that are as near to the even one. torch leaves the size as it is."""
+    if digits is None or digits >= 0:
+        return size
+    unit = 10**-digits
+    whole, rest = size // unit, size % unit
+    more = torch.sym_max(2 * rest - unit, 0)  # type: ignore[no-untyped-call]
+    less = torch.sym_max(unit - 2 * rest, 0)  # type: ignore[no-untyped-call]
+    return (whole + _at_most_one(more) + (1 - _at_most_one(more + less)) * (whole % 2)) * unit
+
+
 _OPERATORS: dict[str, Any] = {
+    "round": round_off,
     "and": bits_of_both, "or": _bits_of_either, "xor": _bits_of_one,
     "rand": bits_of_both, "ror": _bits_of_either, "rxor": _bits_of_one,
     "lshift": lambda size, by: size * 2**by, "rshift": lambda size, by: size // 2**by, "invert": lambda size: -size - 1,
+    "rlshift": lambda size, of: of * 2**size, "rrshift": lambda size, of: of // 2**size,
     "divmod": lambda size, by: (size // by, size % by), "rdivmod": lambda size, of: (of // size, of % size),
     "floordiv": floor_division,
     "pow": lambda size, by, of=None: _power(size, by) if of is None else _power(size, by) % of,
 }  # fmt: skip
 _TENSOR_FUNCTIONS: dict[str, Any] = {
     name: getattr(torch, name)
-    for name in (
-        "log2",
-        "log10",
-        "log1p",
-        "exp",
-        "expm1",
-        "sin",
-        "cos",
-        "tan",
-        "sinh",
-        "cosh",
-        "tanh",
-        "asin",
-        "acos",
-        "atan",
-        "erf",
-        "erfc",
-        "lgamma",
-        "hypot",
-        "atan2",
-        "fmod",
-    )
+    for name in """
+    log2 log10 log1p exp exp2 expm1 sin cos tan sinh cosh tanh asin acos atan asinh acosh atanh erf erfc lgamma hypot
+    atan2 fmod copysign pow
+    """.split()  # noqa: SIM905 - as prose they take two lines
 }
-_TENSOR_FUNCTIONS["fabs"] = torch.abs
+
+
+def _cube_root(of: torch.Tensor) -> torch.Tensor:
+    """Exact for cubes, by a step of Newton's."""
+    size = of.abs()
+    root = size ** (1 / 3)
+    return torch.copysign(root - (root**3 - size) / (3 * root**2).clamp(min=1e-300), of)
+
+
+_TENSOR_FUNCTIONS |= {"fabs": torch.abs, "degrees": torch.rad2deg, "radians": torch.deg2rad, "cbrt": _cube_root}
 _TENSOR_FUNCTIONS["log"] = lambda of, base=None: of.log() if base is None else of.log() / base.log()
+
+
+_numbers = WeakTensorKeyDictionary()
+"""Tensors of no dimension that Python has as numbers: `float` of one is itself."""
+
+
+def is_number(of: Any) -> bool:
+    return isinstance(of, torch.Tensor) and of in _numbers
 
 
 def _of_tensors(name: str) -> Any:
@@ -186,18 +233,58 @@ def _of_tensors(name: str) -> Any:
     def function(*of: Any) -> Any:
         if not any(_is_free(one) or isinstance(one, torch.Tensor) for one in of):
             return plain(*of)
-        return free(*(one if isinstance(one, torch.Tensor) else torch.full((), one, dtype=torch.float64) for one in of))
+        found = free(
+            *(one if isinstance(one, torch.Tensor) else torch.full((), one, dtype=torch.float64) for one in of)
+        )
+        _numbers[found] = True
+        return found
 
     return function
+
+
+_logarithms = WeakTensorKeyDictionary()
+"""A logarithm to the base 2 -> its size: its whole part counts bits."""
+
+
+def log2(of: Any) -> Any:
+    found = _of_tensors("log2")(of)
+    if isinstance(of, torch.SymInt):
+        _logarithms[found] = of
+    return found
+
+
+def is_logarithm(of: Any) -> bool:
+    return isinstance(of, torch.Tensor) and of in _logarithms
+
+
+def whole_part(of: Any, *, up: bool = False) -> Size | None:
+    """Of a logarithm of a size to the base 2, exactly; None of anything else. Python's is exact where it is whole."""
+    if not is_logarithm(of):
+        return None
+    size = _logarithms[of]
+    return bit_length(size - 1) if up else bit_length(size) - 1
+
+
+def ceil(of: Any) -> Any:
+    whole = whole_part(of, up=True)
+    return math.ceil(of) if whole is None else whole
+
+
+def floor(of: Any) -> Any:
+    whole = whole_part(of)
+    return math.floor(of) if whole is None else whole
+
+
+_OF_SIZES: dict[str, Any] = {
+    one.__name__: one for one in (sqrt, isqrt, gcd, lcm, comb, perm, dist, fsum, trunc, remainder, ceil, floor, log2)
+}
 
 
 class FreeMath:
     """The module `math`, with functions that leave a size free."""
 
-    sqrt, isqrt, gcd, lcm, comb = map(staticmethod, (sqrt, isqrt, gcd, lcm, comb))
-
     def __init__(self) -> None:
-        self.__dict__ |= {name: _of_tensors(name) for name in _TENSOR_FUNCTIONS}
+        self.__dict__ |= {name: _of_tensors(name) for name in _TENSOR_FUNCTIONS} | _OF_SIZES
 
     def __getattr__(self, name: str) -> Any:
         return getattr(math, name)
@@ -206,13 +293,12 @@ class FreeMath:
 _FREE = FreeMath()
 INSTEAD: tuple[tuple[Any, Any], ...] = (
     (math, _FREE),
-    *((getattr(math, name), getattr(_FREE, name)) for name in ("sqrt", "isqrt", "gcd", "lcm", "comb")),
-    *((getattr(math, name), getattr(_FREE, name)) for name in _TENSOR_FUNCTIONS),
+    *((getattr(math, name), getattr(_FREE, name)) for name in {**_OF_SIZES, **_TENSOR_FUNCTIONS}),
 )
 """What a user's module imports, and what it has while the model is traced."""
 OF_NUMBERS = {name: getattr(_FREE, name) for name in _TENSOR_FUNCTIONS}
 """Functions of `math`, by name, that are tensors of no dimension for a size."""
-NAMES = frozenset({"sqrt", "isqrt", "gcd", "lcm", "comb", "bin", "bit_length", "bit_count", *_TENSOR_FUNCTIONS})
+NAMES = frozenset({"bin", "bit_length", "bit_count", *_OF_SIZES, *_TENSOR_FUNCTIONS})
 
 
 @contextmanager

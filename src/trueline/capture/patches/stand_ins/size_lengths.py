@@ -63,7 +63,13 @@ class _Builtin(type):
     def __call__(cls, *given: Any, **named: Any) -> Any:
         if len(given) == 1 and isinstance(given[0], _SOURCES[cls.free]):
             return cls.convert(given[0])
+        if len(given) == 1 and size_functions.is_number(given[0]) and not named:
+            return given[0] if cls.free is torch.SymFloat else cls._cut_off(given[0])
         return cls.plain(*given, **named)
+
+    def _cut_off(cls, number: torch.Tensor) -> Any:
+        whole = size_functions.whole_part(number) if cls.free is torch.SymInt else None
+        return cls.plain(number) if whole is None else whole
 
     def __instancecheck__(cls, value: Any) -> bool:
         return isinstance(value, cls.plain | cls.free)
