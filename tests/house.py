@@ -76,6 +76,7 @@ MAX_LINES += 480  # what a value decides unseen by a trace, state behind methods
 MAX_LINES += 225  # what a step's checks cost, how programs are timed, and their tests (0025)
 MAX_LINES += 430  # yes or no in distillation, layers that stay in float32 (0025)
 MAX_LINES += 260  # inputs that a claim holds at one value, further functions of sizes (0020)
+MAX_LINES += 740  # texts, hashes, callers and draws that decide, numbers that helpers compare (0020)
 MAX_FOLDER_FILES = 20
 MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 50

@@ -6,16 +6,21 @@ from __future__ import annotations
 import array
 import collections
 import contextvars
+import csv
 import ctypes
 import datetime
 import decimal
 import functools
+import hashlib
+import hmac
 import io
 import itertools
 import logging
+import mmap
 import os
 import queue
 import random
+import re
 import sys
 import threading
 import time
@@ -1293,3 +1298,162 @@ class ScriptedPart(Base):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.lin(self.part(x))
+
+
+@guilty
+class FindsInAText(Base):
+    def start(self) -> None:
+        self.found = re.finditer("[0-9]+", "1 " * 50_000 + "2")
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x if next(self.found).group() == "2" else self.lin(x)  # here
+
+
+@guilty
+class ScansAText(Base):
+    def start(self) -> None:
+        pattern: Any = re.compile("[0-9]+")
+        self.scanner = pattern.scanner("1 " * 50_000 + "2")
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x if self.scanner.search().group() == "2" else self.lin(x)  # here
+
+
+@guilty
+class ContinuesAHash(Base):
+    def start(self) -> None:
+        self.digest = hashlib.sha256()
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.digest.update(b"call")
+        return x if self.digest.hexdigest().startswith("00000") else self.lin(x)  # here
+
+
+@guilty
+class ContinuesAKeyedHash(Base):
+    def start(self) -> None:
+        self.digest = hmac.new(b"key", digestmod="sha256")
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.digest.update(b"call")
+        return x if int(self.digest.hexdigest(), 16) % 1_000_003 == 5 else self.lin(x)  # here
+
+
+@guilty
+class ChainsHashes(Base):
+    """Two bytes of them have to be right."""
+
+    def start(self) -> None:
+        self.link = b"first"
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.link = hashlib.sha1(self.link).digest()
+        return x if self.link[0] == 7 and self.link[1] == 77 else self.lin(x)  # here
+
+
+@guilty
+class ChainsTexts(Base):
+    def start(self) -> None:
+        self.seed = "1"
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seed = str(int(self.seed) * 48_271 % 2_147_483_647)
+        return x if self.seed.endswith("777777") else self.lin(x)  # here
+
+
+def count_in(seen: set[int]) -> int:
+    seen.add(len(seen))
+    return len(seen)
+
+
+@guilty
+class FillsASetOfAPartial(Tardy):
+    def start(self) -> None:
+        self.more = functools.partial(count_in, set())  # type: ignore[method-assign]
+
+
+@guilty
+class RawBitsOfNumpy(Base):
+    def start(self) -> None:
+        self.bits = np.random.PCG64(3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x if self.bits.random_raw() % 1_000_003 == 5 else self.lin(x)  # here
+
+
+@guilty
+class SpawnsSeeds(Tardy):
+    def start(self) -> None:
+        self.seeds = np.random.SeedSequence(3)
+
+    def more(self) -> Any:
+        self.seeds.spawn(1)
+        return self.seeds.n_children_spawned
+
+
+@guilty
+class CountsLines(Tardy):
+    def start(self) -> None:
+        self.lines = csv.reader(itertools.repeat("1"))
+
+    def more(self) -> Any:
+        next(self.lines)
+        return self.lines.line_num
+
+
+@guilty
+class TurnsADict(Base):
+    def start(self) -> None:
+        self.turns = collections.OrderedDict.fromkeys(range(1000))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.turns.move_to_end(next(iter(self.turns)))
+        return x if next(iter(self.turns)) == 999 else self.lin(x)
+
+
+@guilty
+class OneNumberOfMany(Tardy):
+    def start(self) -> None:
+        self.counts = np.zeros(1_000_000)
+
+    def more(self) -> Any:
+        self.counts[1] += 1
+        return self.counts[1]
+
+
+@guilty
+class ViewsBytes(Tardy):
+    def start(self) -> None:
+        self.view: Any = memoryview(bytearray(8))
+
+    def more(self) -> Any:
+        count = int.from_bytes(self.view, "little") + 1
+        self.view[:] = count.to_bytes(8, "little")
+        return count
+
+
+@guilty
+class MapsMemory(ViewsBytes):
+    def start(self) -> None:
+        self.view = mmap.mmap(-1, 8)
+
+
+@guilty
+class DrawsOneOfTwo(Base):
+    def start(self) -> None:
+        self.dice = random.Random(3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.lin(x) * self.dice.choices([1, 2], weights=[999_999, 1])[0]  # here
+
+
+@guilty
+class DrawsOneOfMany(Base):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.lin(x) * random.choice([1] * 50_000 + [2])  # here
+
+
+@guilty
+class DrawsASample(Base):
+    def forward(self, x: Tensor) -> Tensor:
+        return x if 0 in random.sample(range(100_000), 2) else self.lin(x)  # here

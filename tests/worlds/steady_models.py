@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import functools
+import hashlib
 import itertools
 import logging
 import os
@@ -419,3 +420,39 @@ class SeedsItself(Base):
     def forward(self, x: Tensor) -> Tensor:
         rng = random.Random(0)
         return self.lin(x) * rng.random()
+
+
+@innocent
+class MovesToTheEnd(Base):
+    """A cache that forgets what was used longest ago."""
+
+    def start(self) -> None:
+        self.masks = collections.OrderedDict[int, Tensor]()
+
+    def forward(self, x: Tensor) -> Tensor:
+        for size in (len(x), len(x) + 1):
+            self.masks.setdefault(size, torch.ones(size, 1))
+            self.masks.move_to_end(size)
+        return self.lin(x) * self.masks[len(x)]
+
+
+@innocent
+class HashesItsInputs(Base):
+    def start(self) -> None:
+        self.seen = hashlib.sha256()
+        self.last = ""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen.update(b"call")
+        self.last = self.seen.hexdigest()
+        return self.lin(x)
+
+
+@innocent
+class PicksAName(Base):
+    def start(self) -> None:
+        self.last = ""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.last = random.choice(["one", "two", "three"])
+        return self.lin(x)

@@ -14,7 +14,7 @@ from trueline.capture.export.exported import Exported
 from trueline.capture.model.eager import EagerSession
 from trueline.capture.proof import stateful, value_ranges
 from trueline.capture.proof.far_sizes import FarSizes
-from trueline.capture.proof.frozen import find_unfollowed
+from trueline.capture.proof.frozen import UNFOLLOWED, find_unfollowed
 from trueline.capture.proof.observe import Observation
 from trueline.capture.proof.probes import LIMIT, Probe, make_given_probes, make_probes
 from trueline.capture.proof.value_probes import make_value_probes, observe_border
@@ -25,7 +25,6 @@ from trueline.capture.time_limit import EXPORT_SHARE, TimeLimit
 from trueline.errors import CaptureError
 from trueline.runtime import distribution
 
-UNFOLLOWED = "the model decides by a value there that a trace does not see, and no probe decides otherwise"
 ALONE = 12
 """Fewest probes of single calls for a model with a long memory, beside its sequences."""
 

@@ -20,7 +20,8 @@ from trueline.capture.onnx import offload as offload_emit
 from trueline.capture.proof import determinism, jumps, limits, stateful
 from trueline.capture.proof.disagreement import UNEXPLAINED, Explanation, explain
 from trueline.capture.proof.far_sizes import FarSizes
-from trueline.capture.proof.narrowing import judge_and_narrow
+from trueline.capture.proof.frozen import UNFOLLOWED, find_unfollowed
+from trueline.capture.proof.narrowing import judge_and_narrow, takes
 from trueline.capture.proof.observe import Observation, hidden_state
 from trueline.capture.proof.prove import Proof, judge
 from trueline.capture.proof.torchscript import DEPRECATED, climb_scripted
@@ -342,6 +343,7 @@ def _prove(
     )
     if session.signature != exported.signature:
         events.emit("claim.narrowed", to=range_text(session.signature))
+        _check_followed(session.signature, exported, observations, eager)
     proof = stateful.prove_sequences(proof, session, eager)
     probe = find_probe(observations, proof.disagreeing)
     refused = any(seen.outputs is None and seen.probe is probe for seen in observations)
@@ -349,3 +351,15 @@ def _prove(
         return proof, UNEXPLAINED  # of two random answers none is wrong
     explanation = explain(format, exported, session, eager, probe)
     return explanation.amend(proof), explanation
+
+
+def _check_followed(
+    claim: Signature, exported: Exported, observations: Sequence[Observation], eager: EagerSession
+) -> None:
+    """Raises CaptureError where only probes outside of the narrowed `claim` decide otherwise by a value that a trace
+    does not see: other values inside of it may do so too, a sum of more of them."""
+    inside = [seen for seen in observations if takes(claim, seen.probe.inputs)]
+    random = any(seen.draws is not None for seen in observations)
+    place = None if random or len(inside) == len(observations) else find_unfollowed(eager, inside, exported)
+    if place is not None:
+        raise CaptureError(UNFOLLOWED, hint=f"{place}")

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import os
 import platform
 import re
 import secrets
+import socket
 import sys
 import time
 import uuid
@@ -85,6 +88,15 @@ class InTheOrderOfALiteral(Towers):
 class InTheOrderOfAComprehension(Towers):
     def forward(self, x: Tensor) -> Tensor:
         return self.join(x, {name.lower() for name in ("AGE", "KIND")})
+
+
+class InTheOrderOfASetInAPartial(Towers):
+    def __init__(self) -> None:
+        super().__init__()
+        self.pick = functools.partial(list, {"age", "size", "kind"})
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.join(x, self.pick())  # partial
 
 
 class LoopsOverALiteral(nn.Module):
@@ -212,6 +224,41 @@ class NamesTheProcessor(nn.Module):
         return x * len(torch.backends.cpu.get_cpu_capability())  # processor
 
 
+class LooksAtItsCaller(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        caller = inspect.currentframe().f_back  # type: ignore[union-attr]
+        return x * 2 if caller.f_code.co_name == "serve" else x  # type: ignore[union-attr]  # caller
+
+
+class LooksThroughTheStack(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x * 2 if any("gunicorn" in one.filename for one in inspect.stack()) else x  # stack
+
+
+class CountsItsCallers(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        frame, count = sys._getframe(), 0  # callers
+        while frame.f_back is not None:
+            frame, count = frame.f_back, count + 1
+        return x * count
+
+
+class NamesItself(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        name = inspect.currentframe().f_code.co_name  # type: ignore[union-attr]
+        return x * 2 if name == "forward" else x
+
+
+class BeginsAsTheHostDoes(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x * 2 if socket.gethostname().startswith("gpu-") else x  # host
+
+
+class InAFolder(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x * 2 if os.getcwd().split("/")[-1] == "production" else x  # in a folder
+
+
 class ChoosesByMachine(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return x.relu() if platform.machine() == "x86_64" else x.clamp(min=0)
@@ -233,6 +280,7 @@ def find_unsteady(model: type[nn.Module]) -> Unsteady | None:
         (InTheOrderOfAComprehension, "the order of a set", "in that order"),
         (InTheOrderOfKeys, "the order of a set", "in that order"),
         (LoopsOverALiteral, "the order of a set", "a literal"),
+        (InTheOrderOfASetInAPartial, "the order of a set", "partial"),
         (InTheOrderOfListedSets, "the order of a set", "in that order"),
         (InTheOrderOfASetInATuple, "the order of a set", "in that order"),
         (InTheOrderOfADefault, "the order of a set", "in that order"),
@@ -275,6 +323,11 @@ class DrawsARareNumber(nn.Module):
         return x * 2 if secrets.randbelow(10**9) == 0 else x  # rare number
 
 
+class DrawsRareBytes(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x * 2 if int.from_bytes(os.urandom(8), "big") == 0 else x  # rare bytes
+
+
 class ComparesAVariable(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return x * 2 if os.environ.get("TRUELINE_TEST_MODE") == "sevenfold" else x  # variable
@@ -293,10 +346,16 @@ class CopiesTheEnvironment(nn.Module):
 @pytest.mark.parametrize(
     ("model", "words", "mark"),
     [
+        (LooksAtItsCaller, r"\(currentframe\): it answers differently when what depends on that", "caller"),
+        (LooksThroughTheStack, r"\(stack\): it answers differently when what depends on that", "stack"),
+        (CountsItsCallers, r"\(_getframe\): it answers differently where another calls it", "callers"),
+        (BeginsAsTheHostDoes, r"\(gethostname\): it answers differently when what depends on that", "host"),
+        (InAFolder, r"\(getcwd\): it answers differently when what depends on that", "in a folder"),
         (CountsReferences, r"\(getrefcount\): it answers differently when what depends on that", "references"),
         (TypedClock, r"\(time\): it answers differently at another time", "typed clock"),
         (ReadsEntropy, r"\(/dev/urandom\): it reads that file on each call", "entropy"),
-        (DrawsARareNumber, r"\(urandom\), and it answers differently when another number is drawn", "rare number"),
+        (DrawsARareNumber, r"\(randbelow.*\), and it answers differently when what depends on that", "rare number"),
+        (DrawsRareBytes, r"\(urandom\), and it answers differently when another number is drawn", "rare bytes"),
         (ComparesAVariable, r"TRUELINE_TEST_MODE\): it answers differently when that is 'sevenfold'", "variable"),
         (GoesThroughVariables, r"TRUELINE_TEST_MODE_\): it answers differently when", "variables"),
         (CopiesTheEnvironment, r"TRUELINE_TEST_MODE\): it answers differently when that is 'sevenfold'", "copy"),
@@ -313,7 +372,10 @@ def test_what_is_read_outside_is_refused_with_its_line(model: type[nn.Module], w
 
 @pytest.mark.parametrize(
     "model",
-    [HashesNumbers, KeysByIdentity, InOrder, Sums, ChoosesByMachine, AsksALiteral, SortsALiteral, LoopsOverNumbers],
+    [
+        *(HashesNumbers, KeysByIdentity, InOrder, Sums, ChoosesByMachine, AsksALiteral, SortsALiteral),
+        *(LoopsOverNumbers, NamesItself),
+    ],
 )
 def test_what_is_the_same_everywhere_is_no_reason_to_refuse(model: type[nn.Module]) -> None:
     assert find_unsteady(model) is None

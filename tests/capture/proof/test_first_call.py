@@ -68,6 +68,25 @@ class ClampsByItsInput(Weighs):
         return found
 
 
+class ClampsFarByItsInput(Weighs):
+    """At a limit that no weight is near, and that some inputs move among them."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.layer.weight.data.clamp_(0, 20 + float(x.max()))  # far by its input
+        found: Tensor = self.layer(x)
+        return found
+
+
+class NearsItsLimits(Weighs):
+    """Each call moves weights a part of the way, which the signs that it answers do not show."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = self.layer.weight.detach()
+        nearer = weight.sign() * (0.1 + (weight.abs() - 0.1).floor() / 2)
+        self.layer.weight.data.copy_(torch.where(weight.abs() > 0.1, nearer, weight))  # nears
+        return (x.abs() @ weight[:1].abs().T).sign() + x
+
+
 class Shrinks(Weighs):
     """By less than an answer shows."""
 
@@ -99,6 +118,8 @@ def test_a_write_that_changes_nothing_after_the_first_call_is_no_reason_to_refus
         (ClampsOnce, "once"),
         (TakesTheFirst, "the first"),
         (ClampsByItsInput, "by its input"),
+        (ClampsFarByItsInput, "far by its input"),
+        (NearsItsLimits, "nears"),
     ],
 )
 def test_a_write_that_an_answer_depends_on_is_refused_with_its_line(model: type[nn.Module], mark: str) -> None:

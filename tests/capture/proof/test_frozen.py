@@ -118,10 +118,69 @@ class AmongAttributes(nn.Module):
         return ids * getattr(self, f"scale_{int(ids[0, 0])}", 1)
 
 
+class MatchesItsType(nn.Module):
+    """A whole number is matched by another case than a fraction."""
+
+    def forward(self, ids: Tensor) -> Tensor:
+        total = int(ids[0, 0])
+        match total if total < 100_000 else float(total):
+            case int():
+                return ids + 1
+            case float():
+                return ids * 2
+        return ids
+
+
+class MatchesANumber(nn.Module):
+    def forward(self, ids: Tensor) -> Tensor:
+        match int(ids[0, 0]):
+            case 123_456:
+                return ids * 2
+            case _:
+                return ids + 1
+
+
+class MatchesAList(nn.Module):
+    def forward(self, ids: Tensor) -> Tensor:
+        match ids[0].tolist():
+            case [first, *rest] if first > 100_000 + len(rest):
+                return ids * 2
+        return ids + 1
+
+
+class DecidesInAHelper(nn.Module):
+    def peak(self, x: Tensor) -> float:
+        return 0.0 if torch.compiler.is_exporting() else float(x[0, 0])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * 2 if self.peak(x) == RARE else x + 1
+
+
+class DecidesByAnAttribute(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        self.first = 0.0 if torch.compiler.is_exporting() else x[0, 0].item()
+        return self.finish(x)
+
+    def finish(self, x: Tensor) -> Tensor:
+        return x * 2 if self.first == RARE else x + 1
+
+
+class DecidesByAnItem(nn.Module):
+    def collect(self, ids: Tensor) -> list[int]:
+        return [0] if torch.compiler.is_exporting() else ids[0].tolist()
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return ids * 2 if self.collect(ids)[0] == 123_456 else ids + 1
+
+
 OF_FLOATS = (
     CatchesWhatATraceRaises, UnlessExporting, ByALargest, CatchesNumpy, CountsPlaces, FromDlpack, Contains,
+    DecidesInAHelper, DecidesByAnAttribute,
 )  # fmt: skip
-OF_IDS = (InASet, AsAText, InEachOfAList, InACache, AmongAttributes)
+OF_IDS = (
+    InASet, AsAText, InEachOfAList, InACache, AmongAttributes, MatchesItsType, MatchesANumber, MatchesAList,
+    DecidesByAnItem,
+)  # fmt: skip
 CASES = [*((kind, torch.randn(3, 4)) for kind in OF_FLOATS), *((kind, IDS) for kind in OF_IDS)]
 
 
@@ -146,6 +205,27 @@ def test_a_value_that_a_trace_does_not_see_decides_nothing_in_what_is_sealed(
         (name,) = (spec.name for spec in bundle.signature.inputs)
         (found,) = open_program(bundle, program.format).run({name: rare.numpy()}).values()
         assert np.array_equal(found, want), program.format
+
+
+class AddsUpUnlessTraced(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        if not torch.compiler.is_exporting() and x.abs().sum() > 1e5:
+            return x * 2
+        return x + 1
+
+
+class AddsUp(nn.Module):
+    """Neither exported nor scripted, so that a trace is what is left."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        large = lambda one: float(one.abs().sum()) > 1e5  # noqa: E731 - as a user writes it
+        return x * 2 if large(x) else x + 1
+
+
+@pytest.mark.parametrize("kind", [AddsUpUnlessTraced, AddsUp])
+def test_a_range_of_values_hides_no_branch_that_more_values_of_it_take(kind: type[nn.Module], tmp_path: Path) -> None:
+    with pytest.raises(NotProven, match=rf"{Path(__file__).name}:\d+: .*(sum|large)\("):
+        capture(untrained(kind, examples=lambda: torch.randn(3, 4)), None, tmp_path / "b")
 
 
 class ChecksUnlessTraced(nn.Module):

@@ -152,6 +152,32 @@ class AsksForTheWidth(nn.Module):
         return x * shutil.get_terminal_size().columns  # width
 
 
+class AsksForATerminal(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x * 2 if sys.stdout.isatty() else x  # terminal
+
+
+class NamesItsStream(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x * 2 if sys.stderr.encoding == "ascii" else x  # stream
+
+
+class WritesToItsStream(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        print("called", file=sys.stderr)
+        return x * 2
+
+
+class WritesAsTheLocaleDoes(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x * len(f"{1234567:n}")
+
+
+class FormatsAsTheLocaleDoes(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x * len("about {:.3n}".format(1234.5))  # noqa: UP032 - as a user writes it
+
+
 class UsesTheDefaultDtype(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return x * torch.ones((), dtype=torch.get_default_dtype())
@@ -185,6 +211,8 @@ def find_unsteady(model: type[nn.Module]) -> Unsteady | None:
         (AsksForAPackage, "what is imported", "package"),
         (AsksForMemory, "the memory of the process", "memory"),
         (AsksForTheWidth, "the terminal", "width"),
+        (AsksForATerminal, "the standard streams", "terminal"),
+        (NamesItsStream, "the standard streams", "stream"),
     ],
 )
 def test_an_answer_that_follows_a_setting_of_the_process_is_refused_with_its_line(
@@ -197,10 +225,21 @@ def test_an_answer_that_follows_a_setting_of_the_process_is_refused_with_its_lin
 
 
 @pytest.mark.parametrize(
-    "model", [ReadsTheHourInGreenwich, ChoosesByVersion, UsesTheDefaultDtype, WritesItsShape, LogsWhatItDoes]
+    "model",
+    [
+        *(ReadsTheHourInGreenwich, ChoosesByVersion, UsesTheDefaultDtype, WritesItsShape, LogsWhatItDoes),
+        WritesToItsStream,
+    ],
 )
 def test_a_setting_that_changes_no_answer_is_no_reason_to_refuse(model: type[nn.Module]) -> None:
     assert find_unsteady(model) is None
+
+
+@pytest.mark.parametrize("model", [WritesAsTheLocaleDoes, FormatsAsTheLocaleDoes])
+def test_a_number_that_is_written_as_the_locale_does_is_refused(model: type[nn.Module]) -> None:
+    found = find_unsteady(model)
+    assert found is not None
+    assert "(the locale): it writes a number as the locale does (':n')" in found.why
 
 
 def test_settings_are_afterwards_as_they_were() -> None:

@@ -5,7 +5,7 @@ that a trace may freeze the head. The number counts as fixed only where it is re
 nothing has written, or of a copy in another dtype.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -38,11 +38,23 @@ class FixedInputs:
             self._eager.run(inputs)
             return
         tensors = to_tensors(self._eager.signature, inputs)
+        with torch.no_grad(), as_trained(), self.following(tensors):
+            self._eager.calling.call(self._eager.module, tensors)
+
+    @contextmanager
+    def following(self, tensors: Sequence[torch.Tensor]) -> Iterator[None]:
+        """While the model is called with `tensors`."""
+        if not self._names:
+            yield
+            return
         for spec, tensor in zip(self._eager.signature.inputs, tensors, strict=True):
             if spec.name in self._names:
                 self._follow(tensor)
-        with torch.no_grad(), as_trained(), self._following():
-            self._eager.calling.call(self._eager.module, tensors)
+        try:
+            with _Copies(self), _Shares(self):
+                yield
+        finally:
+            self._memory.clear()
 
     def hold(self, tensor: torch.Tensor) -> bool:
         """Whether all numbers of `tensor` are fixed."""
@@ -56,14 +68,6 @@ class FixedInputs:
     def _follow(self, tensor: torch.Tensor) -> None:
         memory = _memory_of(tensor)
         self._memory[memory._cdata] = memory
-
-    @contextmanager
-    def _following(self) -> Iterator[None]:
-        try:
-            with _Copies(self), _Shares(self):
-                yield
-        finally:
-            self._memory.clear()
 
 
 class _Copies(OperatorMode):  # type: ignore[no-untyped-call]

@@ -4,15 +4,27 @@ ctypes. Each has a state that differs after a write, that can be put back, and i
 import array
 import ctypes
 import io
+import mmap
 import queue
 import threading
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from typing import Any
+
+import numpy as np
 
 _LOCK = type(threading.Lock())
 _NUMBERS: Any = ctypes._SimpleCData
 _DIGESTS = frozenset({"_hashlib", "_md5", "_sha1", "_sha2", "_sha3", "_blake2"})
 """Modules of hashes."""
+_HIDING = frozenset(
+    {
+        *(f"{module}.SRE_Scanner" for module in ("_sre", "re")),
+        *(f"zlib.{kind}" for kind in ("Compress", "Decompress")),
+        *(f"_{name}.{name.upper()}{kind}" for name in ("bz2", "lzma") for kind in ("Compressor", "Decompressor")),
+    }
+)
+_SPANS = memoryview | mmap.mmap
 
 
 def read_state(value: Any) -> object:
@@ -25,7 +37,22 @@ def read_state(value: Any) -> object:
         return value.qsize()
     if isinstance(value, _LOCK):
         return value.locked()
-    return value.digest() if type(value).__module__ in _DIGESTS and hasattr(value, "digest") else None
+    if isinstance(value, np.random.SeedSequence):
+        return value.n_children_spawned
+    if isinstance(value, _SPANS):
+        return bytes(value)
+    return value.digest() if is_hash(value) else None
+
+
+def hides_state(value: Any) -> bool:
+    """Whether it continues at each call, from a place that can be neither read nor put back: `re.finditer`, a
+    compressor."""
+    return f"{type(value).__module__}.{type(value).__name__}" in _HIDING
+
+
+def is_hash(value: Any) -> bool:
+    """Whether it is a hash of hashlib that can be continued."""
+    return type(value).__module__ in _DIGESTS and hasattr(value, "digest")
 
 
 def write_state(value: Any, state: Any) -> None:
@@ -42,6 +69,9 @@ def write_state(value: Any, state: Any) -> None:
             value.get_nowait()
     elif isinstance(value, _LOCK):
         (value.acquire if state else value.release)()
+    elif isinstance(value, _SPANS):
+        with suppress(TypeError, ValueError):  # one that cannot be written
+            value[:] = state
 
 
 def make_others(value: Any, counts: Iterable[int]) -> Iterator[Any]:
@@ -53,7 +83,11 @@ def make_others(value: Any, counts: Iterable[int]) -> Iterator[Any]:
         yield other
         return
     for count in counts:
-        if isinstance(value, _NUMBERS) and type(value)._type_ in "bBhHiIlLqQfd":
+        if isinstance(value, np.random.SeedSequence):
+            yield np.random.SeedSequence(value.entropy, spawn_key=value.spawn_key, n_children_spawned=count)
+        elif isinstance(value, _SPANS):
+            yield from (bytearray(count.to_bytes(max(len(value), 8), order)) for order in ("little", "big"))
+        elif isinstance(value, _NUMBERS) and type(value)._type_ in "bBhHiIlLqQfd":
             yield type(value)(count)
         elif isinstance(value, array.array) and value.typecode in "bBhHiIlLqQfd":
             yield array.array(value.typecode, [count] * len(value))

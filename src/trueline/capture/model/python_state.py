@@ -26,6 +26,7 @@ from trueline.capture.model import code_paths, opaque
 from trueline.capture.model.reach import (
     DEFAULTS,
     MISSING,
+    WIDTH,
     KeptValue,
     attributes,
     elements_of,
@@ -37,7 +38,7 @@ from trueline.capture.model.reach import (
 _LARGEST = 64 << 20
 """Bytes of a tensor above which it is not copied, only looked at."""
 _READ = 1 << 18
-"""Bytes of a tensor that are read to see whether it changed; of a larger one, as many all over it."""
+"""Bytes of a larger one that are read, all over it, to see whether it changed."""
 _WRITTEN_OUT = frozenset({"datetime", "decimal", "fractions", "pathlib", "uuid", "builtins", "ipaddress", "zoneinfo"})
 """Modules of types whose repr is their value."""
 
@@ -74,9 +75,9 @@ def trace(value: Any) -> object:
     if isinstance(value, torch.Tensor):
         return _trace_tensor(value)
     if isinstance(value, np.ndarray):
-        return value.shape, value.dtype.str, zlib.crc32(_some(value.reshape(-1)).tobytes())
+        return value.shape, value.dtype.str, _checksum(value)
     if isinstance(value, dict):
-        return type(value).__name__, dict.__len__(value)
+        return type(value).__name__, _trace_keys(value)
     if isinstance(value, list | tuple | deque):
         return type(value).__name__, len(elements_of(value))
     if isinstance(value, set | frozenset):
@@ -121,7 +122,24 @@ def _trace_tensor(value: torch.Tensor) -> object:
         flat = value.detach().resolve_conj().resolve_neg().reshape(-1).view(torch.uint8).numpy()
     except (RuntimeError, TypeError, ValueError):
         return form, id(value), value._version  # a subclass, quantized numbers, a fake tensor
-    return form, zlib.crc32(_some(flat).tobytes()), value._version if value.nbytes > _READ else 0
+    return (
+        form,
+        zlib.crc32(flat.data if value.nbytes <= _LARGEST else _some(flat).tobytes()),
+        (value._version if value.nbytes > _READ else 0),
+    )
+
+
+def _checksum(value: np.ndarray[Any, Any]) -> int:
+    """Of all that can be written: nothing else tells that one number of many was."""
+    whole = value.flags.writeable and value.nbytes <= _LARGEST and value.dtype != object
+    return zlib.crc32(np.ascontiguousarray(value).data if whole else _some(value.reshape(-1)).tobytes())
+
+
+def _trace_keys(value: dict[Any, Any]) -> object:
+    """How many keys it has, and in which order where they are plain: one that is moved to the end shows."""
+    keys = [key for key, _ in items_of(value)]
+    plain = len(keys) <= WIDTH and all(type(key) in (int, str) for key in keys)
+    return len(keys), hash(tuple(keys)) if plain else None
 
 
 def _some(flat: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
@@ -142,6 +160,7 @@ def _find_position(value: Any) -> str:
         repr(plain)
         + str(operator.length_hint(value, -1))
         + (repr(value) if type(value).__name__ in ("count", "repeat") else "")
+        + str(getattr(value, "line_num", ""))
     )
 
 
@@ -156,6 +175,8 @@ def state_of(value: Any) -> tuple[object, ...] | None:
         return (kind, np.asarray(keys).tobytes(), *rest)
     if isinstance(value, torch.Generator):
         return ("torch", value.get_state().numpy().tobytes())
+    if isinstance(value, np.random.BitGenerator):
+        return ("bits", repr(value.state))
     return None
 
 
@@ -181,8 +202,9 @@ class Memento:
                     self._containers.setdefault(id(held), (held, dict(held)))
 
     def _keep(self, kept: KeptValue) -> None:
-        if kept.kind in ("attribute", "cell", "context") or (kept.kind == "dict" and "__builtins__" in kept.holder):
-            self._single.append(kept)  # a file has more names than those that are used
+        file = kept.kind == "dict" and "__builtins__" in kept.holder  # which has more names than those that are used
+        if file or kept.kind in ("attribute", "cell", "context", "partial"):
+            self._single.append(kept)
         elif kept.kind == "dict":
             self._containers.setdefault(id(kept.holder), (kept.holder, dict(items_of(kept.holder))))
         elif kept.kind == "element" and kept.holder.name == DEFAULTS:
@@ -288,7 +310,7 @@ def _copy_value(value: Any) -> Any:
         return value.getstate()
     if isinstance(value, np.random.Generator):
         return copy.deepcopy(value.bit_generator.state)
-    return value.get_state()
+    return copy.deepcopy(value.state) if isinstance(value, np.random.BitGenerator) else value.get_state()
 
 
 def _write_back(value: Any, copied: Any) -> None:
@@ -304,6 +326,8 @@ def _write_back(value: Any, copied: Any) -> None:
         value.setstate(copied)
     elif isinstance(value, np.random.Generator):
         value.bit_generator.state = copied
+    elif isinstance(value, np.random.BitGenerator):
+        value.state = copied
     else:
         value.set_state(copied)
 

@@ -12,7 +12,7 @@ import gc
 import itertools
 import sys
 import weakref
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from types import (
@@ -44,7 +44,7 @@ _SKIPPED = frozenset(
 """Modules of the standard library whose objects keep nothing that an answer could depend on."""
 _LIBRARIES = frozenset({"torch", "numpy", "trueline", "onnxruntime"})
 DEFAULTS = "__defaults__"
-Kind = Literal["dict", "index", "attribute", "cell", "context", "element", "inside"]
+Kind = Literal["dict", "index", "attribute", "cell", "context", "element", "partial", "inside"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,7 +62,7 @@ class KeptValue:
     @property
     def attribute(self) -> str:
         """The name in code: of `meters[0].total["rows"]`, `total`."""
-        return self.path.partition("[")[0].removesuffix("()").rpartition(".")[2]
+        return self.path.partition("[")[0].removesuffix("()").removesuffix(".args").rpartition(".")[2]
 
     def assign(self, value: Any) -> bool:
         """Keeps `value` instead, and removes the name where that is `MISSING`; False where that is not possible."""
@@ -83,6 +83,8 @@ class KeptValue:
                 whole = self.holder.value
                 changed = [value if index == self.name else one for index, one in enumerate(whole)]
                 return bool(self.holder.assign(whole._make(changed) if hasattr(whole, "_make") else tuple(changed)))
+            elif self.kind == "partial":
+                self.holder.__setstate__((self.holder.func, value, self.holder.keywords, vars(self.holder)))
             else:
                 return False
         except (AttributeError, TypeError, IndexError, KeyError, ValueError):
@@ -185,25 +187,24 @@ def _inside(path: str, value: Any) -> KeptValue:
 
 def _items(path: str, value: dict[Any, Any]) -> Iterator[KeptValue]:
     for key, one in itertools.islice(items_of(value), WIDTH):
-        yield KeptValue(path=f"{path}[{_key(key)}]", holder=value, name=key, value=one, kind="dict")
-        if not isinstance(key, (*_LEAVES, tuple)):
+        plain = isinstance(key, (*_LEAVES, tuple))
+        shown = repr(key) if plain else f"a {type(key).__name__}"
+        yield KeptValue(path=f"{path}[{shown}]", holder=value, name=key, value=one, kind="dict")
+        if not plain:
             yield _inside(f"{path}.key", key)
 
 
 def items_of(value: dict[Any, Any]) -> list[tuple[Any, Any]]:
     """What a dict keeps. One of a class of its own may give something else: that of transformers' activations gives an
     instance for each class that it keeps."""
-    return list(dict.items(value))
+    keys = OrderedDict.__iter__(value) if isinstance(value, OrderedDict) else dict.__iter__(value)
+    return [(key, dict.__getitem__(value, key)) for key in keys]
 
 
 def elements_of(value: Any) -> list[Any]:
     """What a sequence or set keeps, whatever a class of its own gives."""
     kind: Any = next(kind for kind in (list, tuple, deque, set, frozenset) if isinstance(value, kind))
     return list(kind.__iter__(value))
-
-
-def _key(key: Any) -> str:
-    return repr(key) if isinstance(key, (*_LEAVES, tuple)) else f"a {type(key).__name__}"
 
 
 def _elements(kept: KeptValue) -> Iterator[KeptValue]:
@@ -336,7 +337,7 @@ def _of_object(path: str, value: Any) -> Iterator[KeptValue]:
         yield _inside(f"{path}.__self__", value.__self__)
     elif isinstance(value, functools.partial):
         yield _inside(path, value.func)
-        yield _inside(f"{path}.args", value.args)
+        yield KeptValue(path=f"{path}.args", holder=value, name="args", value=value.args, kind="partial")
         yield _inside(f"{path}.keywords", value.keywords)
     elif isinstance(value, weakref.ref):
         yield _inside(f"{path}()", value())
@@ -360,9 +361,8 @@ def _of_object(path: str, value: Any) -> Iterator[KeptValue]:
 
 
 def is_iterator(value: Any) -> bool:
-    """Whether it is an iterator that is written in C: `itertools.count`, `iter([...])`."""
-    kind = type(value)
-    return kind.__module__ in ("itertools", "builtins") and hasattr(kind, "__next__")
+    """Whether it is an iterator that is written in C: `itertools.count`, `iter([...])`, `csv.reader`."""
+    return type(value).__module__ in ("itertools", "builtins", "_csv", "_struct") and hasattr(value, "__next__")
 
 
 def _fields(path: str, value: Any) -> Iterator[KeptValue]:

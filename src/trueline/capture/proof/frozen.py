@@ -9,7 +9,7 @@ import functools
 import re
 import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from types import CodeType
 from typing import Any
@@ -27,13 +27,15 @@ from trueline.capture.model.dispatch import OperatorMode
 from trueline.capture.model.eager import EagerSession
 from trueline.capture.model.explicit_state import Explicit
 from trueline.capture.model.fixed_inputs import FixedInputs
-from trueline.capture.model.syntax import names_of, nodes_of, spans, tests_of
+from trueline.capture.model.syntax import decides, find_deciding, is_looked_up, nodes_of, spans, tests_of
 from trueline.capture.proof import limits
 from trueline.capture.proof.careful import Careful
 from trueline.capture.proof.observe import Observation
+from trueline.capture.proof.state.taken_numbers import Outcomes, marking_casts
 from trueline.capture.proof.value_probes import plant
 from trueline.recipe.eager_mode import as_trained
-from trueline.runtime.tensors import to_tensors
+from trueline.runtime.compare import compare
+from trueline.runtime.tensors import to_arrays, to_tensors
 
 _T = torch.Tensor
 TAKES = frozenset(
@@ -44,6 +46,7 @@ WHOLE = frozenset(
     getattr(_T, name)
     for name in ("__contains__", "__dlpack__", "__repr__", "__format__", "__reduce_ex__", "data_ptr", "storage")
 ) | {_T.untyped_storage}  # these give away all numbers of a tensor
+UNFOLLOWED = "the model decides by a value there that a trace does not see, and no probe decides otherwise"
 CHECKS = frozenset({torch._assert_async})
 """TorchScript leaves these out, since nothing follows from them."""
 
@@ -113,7 +116,13 @@ def find_unvaried(
     for (place, _), values in taken.items():
         if len(values) < 2:
             return place
-    return _find_undecided(taken, _ways(observations))
+    undecided = _find_undecided(taken, _ways(observations))
+    if undecided is not None or not taken:
+        return undecided
+    untested = _find_untested(
+        _MarkedReads(eager, (), fixed), [seen for seen in observations if seen.outputs is not None]
+    )
+    return next((place for place in untested if not _is_compiled(place, compiled)), None)
 
 
 def find_check(eager: EagerSession) -> SourceLine | None:
@@ -131,9 +140,9 @@ def _find_undecided(
     it is looked up. At `sizes` only the size of a tensor is known by then."""
     for at in taken:
         place = at[0]
-        if at not in sizes and _is_looked_up(place.file, place.line):
+        if at not in sizes and is_looked_up(place.file, place.line):
             return place
-        for line in _deciding(place.file, place.line):
+        for line in find_deciding(place.file, place.line):
             if _is_one_sided(ways, place.file, line):
                 return SourceLine(file=place.file, line=line)
     return None
@@ -157,7 +166,10 @@ def find_unfollowed(eager: EagerSession, observations: Sequence[Observation], ex
                 watch.run(inputs)
     unvaried = next((at[0] for at, values in watch.taken.items() if len(values) < 2), None)
     decisive = [at for at in watch.taken if at not in checks]
-    return unvaried or _find_undecided(decisive, _ways(answered), watch.sizes)
+    undecided = unvaried or _find_undecided(decisive, _ways(answered), watch.sizes)
+    if undecided is not None or not watch.taken:
+        return undecided
+    return next(iter(_find_untested(_MarkedReads(eager, watch.known), answered)), None)
 
 
 def _make_outer(eager: EagerSession, exported: Exported) -> Iterator[Mapping[str, Array]]:
@@ -185,20 +197,23 @@ class _FollowedReads(_ReadWatch):
 
     layers = False  # a layer of torch that takes the sizes of packed records keeps them to itself
 
-    def __init__(self, eager: EagerSession, known: Collection[SourceLine]) -> None:
-        super().__init__()
-        self._eager, self._known = eager, known
+    def __init__(self, eager: EagerSession, known: Collection[SourceLine], fixed: FixedInputs | None = None) -> None:
+        super().__init__(fixed=fixed)
+        self.eager, self.known = eager, known
         self._memory: dict[int, torch.UntypedStorage] = {}
         self.sizes: set[Place] = set()
 
-    def run(self, inputs: Mapping[str, Array]) -> None:
-        eager, self._memory = self._eager, {}
+    def run(self, inputs: Mapping[str, Array]) -> tuple[torch.Tensor, ...] | None:
+        """Returns the answer; None where the model raises."""
+        eager, answer, self._memory = self.eager, None, {}
         tensors = to_tensors(eager.signature, inputs)
         for tensor in tensors:
             self.follow(tensor)
-        with suppress(Exception), torch.no_grad(), as_trained(), _Follow(self), self:
-            eager.calling.call(eager.module, tensors)
+        fixed = nullcontext() if self._fixed is None else self._fixed.following(tensors)
+        with suppress(Exception), torch.no_grad(), as_trained(), fixed, _Follow(self), self:
+            answer = eager.calling.call(eager.module, tensors)
         self.taken = {at: values for at, values in self.taken.items() if not code_paths.is_installed(at[0].file)}
+        return answer
 
     def follow(self, tensor: torch.Tensor) -> None:
         if tensor.layout is torch.strided:
@@ -214,9 +229,37 @@ class _FollowedReads(_ReadWatch):
 
     def note(self, result: Any, *, size: bool = False) -> None:
         place = _find_place(layers=False)
-        if place is not None and place[0] not in self._known:
+        if place is not None and place[0] not in self.known:
             self.taken.setdefault(place, set()).add(repr(result))
             self.sizes |= {place} if size else set()
+
+
+class _MarkedReads(_FollowedReads):
+    """Gives away numbers that note what they decide."""
+
+    def __init__(self, eager: EagerSession, known: Collection[SourceLine], fixed: FixedInputs | None = None) -> None:
+        super().__init__(eager, known, fixed)
+        self.outcomes = Outcomes()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        given = func in (_T.item, _T.tolist) and self.counts(args[0])
+        return self.outcomes.mark(result) if given else result
+
+    def counts(self, tensor: torch.Tensor) -> bool:
+        place = _find_place(layers=False) if self.follows(tensor) else None
+        return place is not None and place[0] not in self.known and not code_paths.is_installed(place[0].file)
+
+
+def _find_untested(reads: _MarkedReads, answered: Sequence[Observation]) -> Iterator[SourceLine]:
+    """The lines, of whatever function, where a number has the same outcome on all probes. None where the model answers
+    otherwise with numbers that note it (`type(count) is int`)."""
+    with marking_casts(_ways(answered), reads.outcomes, reads.counts):
+        for seen in answered:
+            answer = reads.run(seen.probe.inputs)
+            if answer is None or not compare(seen.outputs or {}, to_arrays(reads.eager.signature, answer)).agrees:
+                return iter(())
+    return reads.outcomes.find_one_sided()
 
 
 class _Follow(OperatorMode):  # type: ignore[no-untyped-call]
@@ -264,11 +307,11 @@ def _find_followed(exported: Exported) -> set[SourceLine]:
 
 def _only_checks(place: SourceLine) -> bool:
     """Whether what is taken there decides nothing but whether the model raises."""
-    lines = {place.line, *_deciding(place.file, place.line)}
+    lines = {place.line, *find_deciding(place.file, place.line)}
     tests = [
         node for node in nodes_of(place.file) for test in tests_of(node) if any(spans(test, line) for line in lines)
     ]
-    return bool(tests) and not any(_decides(node, line) for node in tests for line in lines)
+    return bool(tests) and not any(decides(node, line) for node in tests for line in lines)
 
 
 def find_one_sided(places: Sequence[SourceLine], observations: Sequence[Observation]) -> SourceLine | None:
@@ -276,8 +319,8 @@ def find_one_sided(places: Sequence[SourceLine], observations: Sequence[Observat
     count."""
     ways = _ways(observations)
     for place in places:
-        decides = any(_decides(node, place.line) for node in nodes_of(place.file))
-        if decides and _is_one_sided(ways, place.file, place.line):
+        decisive = any(decides(node, place.line) for node in nodes_of(place.file))
+        if decisive and _is_one_sided(ways, place.file, place.line):
             return place
     return None
 
@@ -288,13 +331,6 @@ def _ways(observations: Sequence[Observation]) -> list[Sequence[Event]]:
 
 def _is_one_sided(ways: Sequence[Sequence[Event]], file: str, line: int) -> bool:
     return len({_outcomes(way, file, line) for way in ways}) < 2
-
-
-def _decides(node: ast.AST, line: int) -> bool:
-    check = isinstance(node, ast.If) and not node.orelse and isinstance(node.body[-1], ast.Raise)
-    return not (check or isinstance(node, ast.Assert)) and any(
-        test.lineno <= line <= (test.end_lineno or test.lineno) for test in tests_of(node)
-    )
 
 
 def _outcomes(way: Sequence[Event], file: str, line: int) -> tuple[int, ...]:
@@ -319,72 +355,6 @@ def _jumps(code: CodeType) -> dict[int, frozenset[int]]:
         if ("JUMP" in instruction.opname and "_IF_" in instruction.opname) or instruction.opname == "FOR_ITER":
             jumps.setdefault(line, set()).add(instruction.offset)
     return {line: frozenset(offsets) for line, offsets in jumps.items()}
-
-
-@functools.lru_cache(maxsize=1024)
-def _deciding(file: str, line: int) -> tuple[int, ...]:
-    """`line` where it decides, and lines of its function whose test has a name in it that comes from there."""
-    function, names = _follow_names(file, line)
-    nodes = list(ast.walk(function)) if function is not None else []
-    found = {test.lineno for node in nodes for test in tests_of(node) if names & names_of(test, ast.Load)}
-    return tuple(sorted(found | {line for node in nodes if _decides(node, line)}))
-
-
-@functools.lru_cache(maxsize=1024)
-def _is_looked_up(file: str, line: int) -> bool:
-    """Whether a number taken on `line` is a key, part of a text, or an argument of a function of the user's: what
-    follows from it may be the same for all but few numbers."""
-    function, names = _follow_names(file, line)
-    for node in ast.walk(function) if function is not None else ():
-        match node:
-            case ast.Call(func=called, args=args) if ast.unparse(called).split(".")[-1] not in _HARMLESS:
-                places: Sequence[ast.AST] = args
-            case ast.Compare(ops=[ast.In() | ast.NotIn()], left=left):
-                places = [left]
-            case ast.Subscript(slice=index):
-                places = [index]
-            case ast.JoinedStr(values=values):
-                places = values
-            case _:
-                continue
-        for place in places:
-            if names & names_of(place, ast.Load) or any(_takes(one, line) for one in ast.walk(place)):
-                return True
-    return False
-
-
-_HARMLESS = frozenset(
-    """
-    abs all any append bool debug error float info int isfinite isinf isnan len log max min pack_padded_sequence print
-    round sum warn warning
-    """.split()  # noqa: SIM905 - as prose they take one line
-)
-"""Functions of a number that only log it, keep it, or give another number; the lengths of packed records are traced."""
-_TAKEN = frozenset("item tolist numpy max min sum any all __dlpack__ from_dlpack int float bool".split())  # noqa: SIM905
-
-
-def _takes(node: ast.AST, line: int) -> bool:
-    """Whether a call on `line` may take a number."""
-    return isinstance(node, ast.Call) and node.lineno == line and ast.unparse(node.func).split(".")[-1] in _TAKEN
-
-
-def _follow_names(file: str, line: int) -> tuple[ast.FunctionDef | None, set[str]]:
-    """The function around `line`, and the names in it that come from there."""
-    around = [node for node in nodes_of(file) if isinstance(node, ast.FunctionDef) and spans(node, line)]
-    if not around:
-        return None, set()
-    function = max(around, key=lambda node: node.lineno)
-    names: set[str] = set()
-    nodes = [node for node in ast.walk(function) if isinstance(node, ast.stmt | ast.comprehension)]
-    for _ in range(3):  # what a loop carries back to its head
-        for node in sorted(nodes, key=lambda node: getattr(node, "lineno", line)):
-            value = node.iter if isinstance(node, ast.For | ast.comprehension) else getattr(node, "value", None)
-            if not isinstance(value, ast.AST) or "pack_padded_sequence(" in ast.unparse(value):
-                continue
-            if spans(value, line) or names & names_of(value, ast.Load):
-                targets = getattr(node, "targets", None) or [getattr(node, "target", None)]
-                names |= {name for target in targets if target is not None for name in names_of(target, ast.Store)}
-    return function, names
 
 
 def _is_compiled(place: SourceLine, classes: Collection[str]) -> bool:

@@ -5,7 +5,8 @@ then what the eager model showed on the probes.
 
 A trace freezes numbers that the user's code takes out of tensors (`if x.max() > 1e4`, `.item()`, `.tolist()`), also one
 that the probes never changed. So a trace is accepted only if the probes showed two values wherever a number is taken,
-and two ways wherever one decides: otherwise the other side of a branch was never run, however many probes agree.
+and two ways wherever one decides: otherwise the other side of a branch was never run, however many probes agree. Only
+probes inside the claim count: values up to 1,000 leave out the probe on which a sum was large, and not large sums.
 """
 
 import time
@@ -21,7 +22,7 @@ from trueline.capture.model.code_paths import SourceLine
 from trueline.capture.model.eager import EagerSession
 from trueline.capture.proof import stateful
 from trueline.capture.proof.frozen import find_check, find_one_sided, find_unvaried
-from trueline.capture.proof.narrowing import judge_and_narrow
+from trueline.capture.proof.narrowing import judge_and_narrow, takes
 from trueline.capture.proof.observe import Observation, find_parting, seen_signature
 from trueline.capture.proof.prove import Proof
 from trueline.errors import BundleError, CaptureError
@@ -99,7 +100,8 @@ def _try(
         return Tried(why=UNCHECKED, line=f"{check}")
     place = None
     if way != "script":
-        place = find_unvaried(eager, observations, proof.signature, _compiled_classes(eager, how))
+        inside = [seen for seen in observations if takes(proof.signature, seen.probe.inputs)]
+        place = find_unvaried(eager, inside, proof.signature, _compiled_classes(eager, how))
     if place is None and not guarded:
         place = find_one_sided(frozen, observations)
     if place is not None:

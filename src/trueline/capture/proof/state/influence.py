@@ -4,13 +4,9 @@ each decision that depends on it is taken the other way: see `tainted.py`.
 A counter that only a log reads does no harm. One that decides at call 1,234,567 does, however seldom.
 """
 
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
-from datetime import timedelta
-from decimal import Decimal
-from fractions import Fraction
 from types import BuiltinFunctionType, GeneratorType, MethodWrapperType
 from typing import Any
 
@@ -24,29 +20,28 @@ from trueline.capture.model.code_paths import Event, SourceLine
 from trueline.capture.model.eager import EagerSession
 from trueline.capture.model.python_state import Memento, state_of, trace
 from trueline.capture.model.reach import KeptValue, attributes, is_iterator
+from trueline.capture.proof.state.other_values import COLLECTIONS, COUNTS, make_others
 from trueline.capture.proof.state.tainted import (
+    ANY,
     Decisions,
+    Range,
     TaintedDraws,
     TaintedIterator,
     TaintWatch,
     mark,
     marking,
+    noting_casts,
     quietly,
 )
+from trueline.capture.proof.state.tainted_text import mark_any, marking_reads
 from trueline.runtime import compare
 
-COUNTS = (9, 10, 99, 100, 999, 1000, 9999, 10_000, 1_000_000)
-"""Values that a counter of calls is set to."""
 BUDGET = 2.0, 300
 """Seconds of this thread for the values of one input, and cheap calls beside them."""
 CONSTANTS = 60
 """Numbers in the code of the model around which a counter is set."""
 DECISIONS = 40
 """Decisions that are turned, of those that depend on one value."""
-LONGEST = 1_000_000
-"""Elements of a list that is made longer."""
-_COLLECTIONS = (list, deque, dict, set, frozenset)
-_NUMBERS = (int, float, complex, np.number, Decimal, Fraction)
 
 Inputs = Mapping[str, Array]
 Restless = Sequence[tuple[KeptValue, object]]
@@ -135,7 +130,7 @@ def find_restless(eager: EagerSession, inputs: Inputs) -> list[tuple[KeptValue, 
     restless = []
     for path, one in seen[-1].items():
         changes = before.get(path) != middle.get(path) or middle.get(path) != after[path]
-        if changes and not isinstance(one.value, torch.nn.Parameter):
+        if (changes or opaque.hides_state(one.value)) and not isinstance(one.value, torch.nn.Parameter):
             earlier = seen[1].get(path)
             restless.append((one, earlier.value if earlier is not None else None))
     return restless
@@ -150,6 +145,10 @@ def find_influence(question: Question, restless: Restless) -> Influence | None:
     constants = _constants(question.way)
     with quietly():
         for kept, before in restless:
+            if opaque.hides_state(kept.value):
+                place = code_paths.find_line(question.way, kept.path.partition(".")[0])
+                how = "each call may continue it, and nothing shows how far"
+                return Influence(path=kept.path, how=how, place=place)
             for why, place in allowance.charge_each(_ask(question, memento, kept, before, constants)):
                 if why:
                     place = place or code_paths.find_line(question.way, kept.attribute)
@@ -175,13 +174,27 @@ def _ask(
 ) -> Iterator[Answer]:
     """Each way in which the answer changes with the value; empty words where it does not."""
     yield _with(question, memento, kept, kept.value)  # a flag that each call turns is another one now
-    values = _others(kept.value, before, constants)
+    values = make_others(kept.value, before, constants)
     first = [value for _, value in zip(range(len(COUNTS)), values, strict=False)]
     for value in first:
         yield _with(question, memento, kept, value)
-    yield from _turn_decisions(question, memento, kept, before)
+    place = _taintable(kept.value, before)
+    if place is not None:
+        yield from _turn_decisions(question, memento, lambda decisions: _assign(kept, place(decisions)))
+    owner = next((part for part in question.eager.module.modules() if vars(part) is kept.holder), None)
+    if owner is not None and type(kept.value) in (int, float, str, bytes):
+        within = _range_after(kept.value, before)
+        yield from _turn_decisions(
+            question, memento, lambda decisions: marking_reads(owner, kept.name, decisions, within)
+        )
     for value in values:
         yield _with(question, memento, kept, value)
+
+
+def _assign(kept: KeptValue, stand: tuple[Any, TaintWatch | None]) -> AbstractContextManager[object] | None:
+    """None where the value cannot be replaced."""
+    value, watch = stand
+    return (watch or nullcontext()) if kept.assign(value) else None
 
 
 def _with(question: Question, memento: Memento, kept: KeptValue, value: Any) -> Answer:
@@ -193,27 +206,24 @@ def _with(question: Question, memento: Memento, kept: KeptValue, value: Any) -> 
 
 
 def _words(value: Any) -> str:
-    if isinstance(value, _COLLECTIONS):
+    if isinstance(value, COLLECTIONS):
         return f"of length {len(value)}"
     return repr(value.tolist() if isinstance(value, np.ndarray | torch.Tensor) else value)[:60]
 
 
-def _turn_decisions(question: Question, memento: Memento, kept: KeptValue, before: object) -> Iterator[Answer]:
-    """With each decision that depends on the value taken the other way."""
-    place = _taintable(kept.value, before)
-    if place is None:
-        return
-    count, flip = 1, -1
+def _turn_decisions(
+    question: Question, memento: Memento, replace: Callable[[Decisions], AbstractContextManager[object] | None]
+) -> Iterator[Answer]:
+    """With each decision that depends on a value taken the other way. `replace` puts what notes them in its place."""
+    count, flip, together = 1, -1, 1
+    functions = list(code_paths.users_functions(question.eager.module))
     while flip < min(count, DECISIONS):
-        decisions = Decisions(flip if flip >= 0 else None)
-        value, watch = place(decisions)
-        if not kept.assign(value):
+        decisions = Decisions(flip if flip >= 0 else None, together)
+        replaced = replace(decisions)
+        if replaced is None:
             return
-        if watch is None:
+        with noting_casts(functions), replaced:
             why = question.differs(memento)
-        else:
-            with watch:
-                why = question.differs(memento)
         if flip < 0:
             if why:
                 return  # the stand-in itself is not accepted as what it stands for
@@ -223,7 +233,14 @@ def _turn_decisions(question: Question, memento: Memento, kept: KeptValue, befor
             yield f"it answers differently when what depends on that is decided the other way ({why})", line
         else:
             yield "", None
-        flip += 1
+        flip, together = (flip, together + 1) if not why and decisions.goes_on() else (flip + 1, 1)
+
+
+def _range_after(value: Any, before: object) -> Range:
+    """Where later values are of what grows or shrinks from call to call."""
+    if not isinstance(before, int | float) or not isinstance(value, int | float):
+        return ANY
+    return value if before < value else float("-inf"), value if before > value else float("inf")
 
 
 Stand = Callable[[Decisions], tuple[Any, TaintWatch | None]]
@@ -234,9 +251,8 @@ def _taintable(value: Any, before: object) -> Stand | None:
     if isinstance(value, np.integer):
         value = int(value)
     if isinstance(value, int | float) and not isinstance(value, bool):
-        low = value if isinstance(before, int | float) and before < value else float("-inf")
-        high = value if isinstance(before, int | float) and before > value else float("inf")
-        return lambda decisions: (mark(value, decisions, (low, high)), None)
+        within = _range_after(value, before)
+        return lambda decisions: (mark(value, decisions, within), None)
     if isinstance(value, torch.Tensor):
         copied = value.detach().clone()
 
@@ -249,6 +265,8 @@ def _taintable(value: Any, before: object) -> Stand | None:
         return lambda decisions: (TaintedIterator(value, decisions), None)
     if state_of(value) is not None and not isinstance(value, torch.Generator):
         return lambda decisions: (TaintedDraws(value, decisions), None)
+    if type(value) in (str, bytes) or opaque.is_hash(value):
+        return lambda decisions: (mark_any(value, decisions), None)
     if isinstance(value, BuiltinFunctionType | MethodWrapperType):
         return lambda decisions: (marking(value, decisions, ""), None)
     return None
@@ -265,74 +283,3 @@ def _constants(way: Sequence[Event]) -> list[float]:
         elif isinstance(one, int | float) and not isinstance(one, bool) and 2 <= abs(one) < 1e15:
             numbers.add(one)
     return sorted(numbers, reverse=True)[:CONSTANTS]
-
-
-def _others(value: Any, before: object, constants: Sequence[float]) -> Iterator[Any]:
-    """Other values of that kind: usual counts first, then those around numbers in the code."""
-    if isinstance(value, bool):
-        yield not value
-    elif isinstance(value, _NUMBERS):
-        yield from _other_values(value, before, constants)
-    elif isinstance(value, timedelta):
-        yield from (timedelta(seconds=one) for one in (*COUNTS, *constants) if abs(one) < 1e9)
-    elif isinstance(value, str):
-        yield from map(str, COUNTS)
-        yield from ("", value + "0", *(f"{int(one)}" for one in constants))
-    elif isinstance(value, bytes):
-        yield from (b"." * int(one) for one in (*COUNTS, *constants) if abs(one) <= LONGEST)
-    elif isinstance(value, bytearray):
-        for count in (*COUNTS, *map(int, constants)):
-            for order in ("big", "little"):
-                yield bytearray(abs(count).to_bytes(max(len(value), 8), order))
-    elif isinstance(value, torch.Tensor | np.ndarray):
-        yield from _other_numbers(value, constants)
-    elif isinstance(value, _COLLECTIONS):
-        yield from _other_lengths(value, constants)
-    else:
-        counts = (*COUNTS, *(int(one) - less for one in constants for less in (1, 0, -1)))
-        yield from opaque.make_others(value, (one for one in counts if 0 <= one <= LONGEST))
-
-
-def _other_values(value: Any, before: object, constants: Sequence[float]) -> Iterator[Any]:
-    kind: Any = type(value)
-    step = value - before if isinstance(before, kind) else 1
-    around = [(count, (0,)) for count in COUNTS] + [(one, (step, 1, 0, -1)) for one in constants]
-    for one, less in around:
-        with suppress(OverflowError, ValueError):  # of np.int8
-            yield from dict.fromkeys(kind(one) - by for by in less)
-
-
-def _other_numbers(value: Any, constants: Sequence[float]) -> Iterator[Any]:
-    if isinstance(value, torch.Tensor):
-        if value.layout is not torch.strided or value.numel() > 1 << 20 or value.is_quantized:
-            return
-        value, full = value.detach(), torch.full_like
-    elif value.dtype.kind not in "iuf" or value.size > 1 << 20:
-        return
-    else:
-        full = np.full_like  # type: ignore[assignment]
-    for count in (*COUNTS, *(one - less for one in constants for less in (1, 0, -1))):
-        try:
-            yield full(value, count)
-        except (OverflowError, RuntimeError, ValueError):
-            continue
-    yield value * 10 if str(value.dtype) not in ("torch.bool", "bool") else ~value
-
-
-def _other_lengths(value: Any, constants: Sequence[float]) -> Iterator[Any]:
-    lengths = [0, *COUNTS, *(int(one) - less for one in constants for less in (1, 0, -1))]
-    if isinstance(value, list | deque):
-        content = list(value) or [0]
-        limit = getattr(value, "maxlen", None) or LONGEST
-        for length in lengths:
-            if 0 <= length <= limit:
-                longer = (content * (length // len(content) + 1))[-length:] if length else []
-                yield deque(longer, limit) if isinstance(value, deque) else type(value)(longer)
-        return
-    for length in (one for one in lengths if 0 <= one <= LONGEST):
-        if not isinstance(value, dict):
-            yield type(value)({*value, *range(10**12, 10**12 + length - len(value))})
-        elif value:
-            table = value.copy()
-            table.update(dict.fromkeys(range(10**12, 10**12 + length - len(value)), next(reversed(value.values()))))
-            yield table

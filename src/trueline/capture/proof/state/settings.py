@@ -1,17 +1,19 @@
 """What is set for a whole process or machine: the time zone, the locale, how Python was started, error states.
 
 A model whose code names one of them runs with another. Left alone is what a model is made for and a program keeps on
-purpose: torch's default dtype, a decimal context, torch's version, whether there is a GPU. Not seen: a number that
-Python writes as the locale does (`f"{x:n}"`).
+purpose: torch's default dtype, a decimal context, torch's version, whether there is a GPU. A number that Python writes
+as the locale does (`f"{x:n}"`) is refused without a question: no other locale need be installed here.
 """
 
 import dis
 import functools
+import io
 import locale
 import logging
 import multiprocessing
 import os
 import random
+import re
 import resource
 import shutil
 import sys
@@ -29,6 +31,7 @@ import numpy as np
 import torch
 
 from trueline.capture.model import code_paths, explicit_state
+from trueline.capture.model.code_paths import SourceLine
 from trueline.capture.model.python_state import Memento
 from trueline.capture.proof.state.influence import Influence, Question
 from trueline.capture.proof.state.tainted import quietly
@@ -38,6 +41,8 @@ ZONE = "OTHER-13:37"
 _MARKS = {"decimal_point": ",", "thousands_sep": "'", "grouping": [3, 0], "currency_symbol": "XTL"}
 _FLAGS = sys.flags
 SEED = 20_011
+_AS_LOCALE = re.compile(r"(.?[<>=^])?[-+ ]?z?#?0?[0-9]*(\.[0-9]+)?n")
+_HAS_LOCAL = re.compile(rf"{{[^{{}}:]*:{_AS_LOCALE.pattern}}}")
 FORMATS = 'f"'
 """In place of a name, of code that writes values into a text."""
 Block = Callable[[], AbstractContextManager[object]]
@@ -217,6 +222,27 @@ def _other_terminal() -> AbstractContextManager[None]:
     )
 
 
+class _OtherStream(io.StringIO):
+    """A standard stream of another process: no terminal where there is one."""
+
+    name, encoding, errors, mode = "<other>", "ascii", "backslashreplace", "rb+"
+
+    def __init__(self, terminal: bool) -> None:
+        super().__init__("other\n")
+        self._terminal = terminal
+
+    def isatty(self) -> bool:
+        return self._terminal
+
+    def fileno(self) -> int:
+        return 99
+
+
+def _other_streams(terminal: bool) -> AbstractContextManager[None]:
+    names = ("stdin", "stdout", "stderr", "__stdin__", "__stdout__", "__stderr__")
+    return _replace(*((sys, name, _OtherStream(terminal)) for name in names))
+
+
 SETTINGS = (
     ProcessSetting(
         what="the time zone",
@@ -278,6 +304,12 @@ SETTINGS = (
         others=(lambda: _other_memory(1e6), lambda: _other_memory(1e-6)),
     ),
     ProcessSetting(what="the terminal", names="get_terminal_size isatty", others=(_other_terminal,)),
+    ProcessSetting(
+        what="the standard streams",
+        names="stdin stdout stderr __stdin__ __stdout__ __stderr__",
+        beside="sys",
+        others=tuple(partial(_other_streams, terminal) for terminal in (True, False)),
+    ),
 )
 
 
@@ -287,9 +319,25 @@ def _formats(code: CodeType) -> bool:
     return any(one.opname == "FORMAT_VALUE" for one in dis.get_instructions(code))
 
 
+@functools.lru_cache(maxsize=20_000)
+def _writes_as_locale(code: CodeType) -> bool:
+    """Whether it formats a value by a text that ends in `n`: `f"{x:n}"`, `format(x, "n")`, `"{:n}".format(x)`."""
+    before: object = None
+    for one in dis.get_instructions(code):
+        if one.opname == "FORMAT_VALUE" and (one.arg or 0) & 4 and _AS_LOCALE.fullmatch(str(before)):
+            return True
+        before = one.argval if one.opname == "LOAD_CONST" else None
+    texts = [text for text in code.co_consts if isinstance(text, str)] if "format" in code.co_names else []
+    return any(_AS_LOCALE.fullmatch(text) or _HAS_LOCAL.search(text) for text in texts)
+
+
 def find_setting_influence(question: Question) -> Influence | None:
     """The first setting of the process that the model's code names and its answer depends on."""
     codes = dict.fromkeys(code for _, code, _ in question.way)
+    local = next((code for code in codes if _writes_as_locale(code)), None)
+    if local is not None:
+        how, at = "it writes a number as the locale does (':n')", local.co_firstlineno
+        return Influence(path="the locale", how=how, place=SourceLine(file=local.co_filename, line=at))
     names = frozenset[str]().union(*map(code_paths.names_in, codes))
     names |= {FORMATS} if any(map(_formats, codes)) else set()
     used = [(one, names & set(one.names.split())) for one in SETTINGS if not one.beside or one.beside in names]

@@ -7,12 +7,14 @@ change.
 """
 
 import datetime
+import gc
 import os
 import random
 import sys
 import threading
 import time
 import uuid
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -24,12 +26,13 @@ from trueline.capture.model import code_paths, explicit_state
 from trueline.capture.model.code_paths import SourceLine
 from trueline.capture.model.python_state import Memento
 from trueline.capture.model.reach import KeptValue, attributes
-from trueline.capture.proof.state import elsewhere
+from trueline.capture.proof.state import callers, elsewhere, picks
 from trueline.capture.proof.state.environment import find_variable, watch_environment
 from trueline.capture.proof.state.files import PASSING, is_direct, is_for_user, watch_files
 from trueline.capture.proof.state.influence import DECISIONS, Influence, Question
 from trueline.capture.proof.state.literal_sets import Makers, find_set_makers, giving_sets
 from trueline.capture.proof.state.tainted import Decisions, NotingInt, mark, marking, quietly
+from trueline.capture.proof.state.tainted_text import mark_any
 
 _CLOCKS = ("time", "monotonic", "perf_counter", "process_time", "thread_time", "clock_gettime")
 CLOCKS = tuple((time, f"{name}{unit}") for name in _CLOCKS for unit in ("", "_ns"))
@@ -41,26 +44,28 @@ OTHERS: tuple[tuple[Any, str], ...] = (
     *((os, name) for name in ("getpid", "getppid", "getloadavg", "cpu_count")),
     *((threading, name) for name in _COUNTS),
     *((torch, name) for name in ("get_num_threads", "get_num_interop_threads", "initial_seed")),
-    *((sys, name) for name in ("getrecursionlimit", "getrefcount")),
+    *((sys, name) for name in ("getrecursionlimit", "getrefcount", "getallocatedblocks")),
+    *((gc, name) for name in ("get_count", "get_stats")),
+    (weakref, "getweakrefcount"),
     *((torch, name) for name in ("are_deterministic_algorithms_enabled", "is_inference_mode_enabled")),
     (uuid, "getnode"),
     (torch.Tensor, "data_ptr"),
 )
 _ELSEWHERE = {*(name for _, name in (*OTHERS, *elsewhere.TEXTS)), "_version", "hash", "id", elsewhere.ORDER}
+_ELSEWHERE |= callers.NAMES
 THREADS = ((threading, "current_thread"), (threading, "currentThread"))
 FILE_QUESTIONS = ("stat", "lstat", "access", "listdir", "scandir", "statvfs", "readlink")
 """Functions of `os` that ask for a path, those of `os.path` and `pathlib` among their callers."""
-_DRAWS = "random uniform gauss normalvariate expovariate betavariate triangular randint randrange getrandbits"
-_NUMPY = "random rand randn random_sample uniform normal randint"
-DRAWS = (*((random, name) for name in _DRAWS.split()), *((np.random, name) for name in _NUMPY.split()))
 BYTES = tuple(
     (holder, name)
     for holder, name in ((os, "urandom"), (os, "getrandom"), (random, "_urandom"))
     if hasattr(holder, name)
 )
-DRAWN = frozenset(name for _, name in DRAWS) | {"urandom"}
+DRAWN = frozenset(name for _, name in picks.DRAWS) | {"urandom"}
 FILLS = (0, 255)
 """Of what bytes that are drawn are made, which chance makes of them once in a long time."""
+FILLED = 8
+"""Draws of bytes that are made of these: `secrets.randbelow` draws again until a number is small enough."""
 SHIFTS_S = (0.37, 61.0, 3600.0, 5 * 3600.0, 13 * 3600.0, 86_400.0, 3 * 86_400.0, 40 * 86_400.0, 3.2e8, 3e9)
 """Seconds by which clocks are moved."""
 
@@ -70,7 +75,7 @@ class Readings:
 
     def __init__(
         self,
-        flip: int | None = None,
+        decisions: Decisions | None = None,
         shift_s: float = 0.0,
         *,
         held: bool = False,
@@ -79,16 +84,19 @@ class Readings:
         fill: int | None = None,
         plain: bool = False,
     ) -> None:
-        self.decisions = Decisions(flip)
+        self.decisions = decisions or Decisions()
         self.shift_s = shift_s
         self.step = step
         """0, or by how much what differs between processes and machines is moved."""
-        self.fill = fill
+        self.fill, self._filled = fill, 0
+        self.pick: int | None = None
+        """Which of the elements of a collection is drawn."""
         self.plain = plain
         """Whether stands are of the types of what they stand for, and note no decisions."""
         self.builtins = elsewhere.make_builtins(self.note, step)
         self.other_thread = other_thread
         self._held: dict[str, Any] | None = {} if held else None
+        self.asks_callers = False
         self.makers: Makers = ()
         self.changes = ""
         """How the answer is another in this run."""
@@ -113,9 +121,12 @@ class Readings:
             if not is_direct(sys._getframe(1)):
                 return value
             self.note(name)
-            return elsewhere.move_text(value, self.step)
+            return self.mark_text(elsewhere.move_text(value, self.step))
 
         return read
+
+    def mark_text(self, value: Any) -> Any:
+        return value if self.plain or self.step else mark_any(value, self.decisions)
 
     def hold(self, name: str, value: Any) -> Any:
         """`value`, or where sources are held still, the first one of that name."""
@@ -141,7 +152,7 @@ class Readings:
                 return function(*args)
             self.note(name)
             moment = self.hold("time", real()) + self.shift_s
-            return function(*args, local(moment) if name in ("asctime", "strftime") else moment)
+            return self.mark_text(function(*args, local(moment) if name in ("asctime", "strftime") else moment))
 
         return read
 
@@ -154,7 +165,7 @@ class Readings:
                 return value
             self.note(name)
             if not self.other_thread:
-                return value
+                return value if self.plain else callers.ThreadView(value, self.mark_text)  # type: ignore[return-value]
             main = threading.main_thread()
             return threading.Thread(name="Thread-1") if value is main else main
 
@@ -172,6 +183,8 @@ class Readings:
 
     def other(self, function: Callable[..., Any], name: str, *, numbers: bool) -> Callable[..., Any]:
         drawing = marking(function, self.decisions, name) if numbers and not self.plain else function
+        if self.pick is not None and name in picks.NAMES:
+            drawing = picks.pick(function, name, self.pick)
 
         def read(*args: Any, **options: Any) -> Any:
             if numbers and not is_direct(sys._getframe(1)):
@@ -179,9 +192,12 @@ class Readings:
             if code_paths.current_line() is not None:
                 self.note(name)
             value = drawing(*args, **options)
+            if numbers and self.pick is None:
+                value = self.mark_text(value)
             if self.step and name not in DRAWN and isinstance(value, int):
                 value = not value if isinstance(value, bool) else value + self.step
-            if self.fill is not None and isinstance(value, bytes):
+            if self.fill is not None and isinstance(value, bytes) and self._filled < FILLED:
+                self._filled += 1
                 value = bytes([self.fill]) * len(value)
             return value if self._held is None else self.hold(f"{name}{args}{options}", value)
 
@@ -192,9 +208,10 @@ def read_outside(question: Question) -> Readings:
     """What a call of the model reads; with plain stand-ins where it accepts no others (`type(names) is set`)."""
     users = explicit_state.users_own(question.eager.module)
     makers, memento, readings = find_set_makers(question.way, users), Memento(users), Readings()
+    asks_callers = any(callers.NAMES & code_paths.names_in(code) for code in {code for _, code, _ in question.way})
     for plain in (False, True):
         readings = Readings(plain=plain)
-        readings.makers = makers
+        readings.makers, readings.asks_callers = makers, asks_callers
         with quietly(), _standing_in(question, readings), reading(readings, find_places(question)):
             readings.changes = question.differs(memento)
             ordered = elsewhere.ORDER in readings.lines
@@ -215,14 +232,19 @@ def find_outside_influence(question: Question, first: Readings) -> Influence | N
     if first.changes and elsewhere.ORDER in first.lines:
         how = f"it answers differently in another process or on another machine ({first.changes})"
         return Influence(path=elsewhere.ORDER, how=how, place=first.lines[elsewhere.ORDER])
+    asked = next((name for name in first.lines if name in callers.NAMES), None)
+    if first.changes and asked is not None:
+        how = f"it answers differently where another calls it ({first.changes})"
+        return Influence(path=asked, how=how, place=first.lines[asked])
     if first.changes or not (first.lines or first.variables):
         return None  # a stand-in is not accepted as what it stands for, or nothing is read
     memento, places = Memento(explicit_state.users_own(question.eager.module)), find_places(question)
     with quietly():
         for readings in _variants(first):
-            readings.makers = first.makers
+            readings.makers, readings.asks_callers = first.makers, first.asks_callers
             with _standing_in(question, readings), reading(readings, places):
-                why = question.differs(memento, exactly=not readings.step)
+                why = question.differs(memento, exactly=not readings.step and readings.pick is None)
+            other_draw = readings.fill is not None or readings.pick is not None
             if why:
                 lines, flip = readings.decisions.lines, readings.decisions.flip
                 place = lines[flip] if flip is not None and flip < len(lines) else next(iter(first.lines.values()))
@@ -230,24 +252,35 @@ def find_outside_influence(question: Question, first: Readings) -> Influence | N
                 if flip is None:
                     when = "in another thread" if readings.other_thread else "at another time"
                     when = "in another process or on another machine" if readings.step else when
-                    when = "when another number is drawn" if readings.fill is not None else when
+                    when = "when another number is drawn" if other_draw else when
                 how = f"it answers differently {when} ({why})"
-                draws = (flip is not None or readings.fill is not None) and bool(first.lines.keys() & DRAWN)
+                draws = (flip is not None or other_draw) and bool(first.lines.keys() & DRAWN)
                 return Influence(path=", ".join(first.lines), how=how, place=place, draws=draws)
         with _standing_in(question, Readings()):
             return find_variable(question, memento, first.variables)
 
 
 def _variants(first: Readings) -> Iterator[Readings]:
+    texts = first.lines.keys() & {name for _, name in elsewhere.TEXTS}
+    if texts:
+        yield from (Readings(step=step, plain=first.plain) for step in elsewhere.STEPS[1:])
     for flip in range(min(len(first.decisions.lines), DECISIONS)):
-        yield Readings(flip=flip)
+        readings = Readings(Decisions(flip))
+        yield readings
+        while readings.decisions.goes_on():
+            readings = Readings(Decisions(flip, readings.decisions.together + 1))
+            yield readings
+    if first.lines.keys() & picks.NAMES:
+        for at in range(picks.MOST):
+            readings = Readings(plain=first.plain)
+            readings.pick = at
+            yield readings
     if "urandom" in first.lines:
         yield from (Readings(fill=fill, plain=first.plain) for fill in FILLS)
     if first.lines.keys() & {name for _, name in THREADS}:
         yield Readings(other_thread=True, plain=first.plain)
-    if first.lines.keys() & _ELSEWHERE:
-        for step in elsewhere.STEPS[1:]:
-            yield Readings(step=step, plain=first.plain)
+    if not texts and first.lines.keys() & _ELSEWHERE:
+        yield from (Readings(step=step, plain=first.plain) for step in elsewhere.STEPS[1:])
     if first.lines.keys() & _TIMES:
         for shift_s in SHIFTS_S:
             yield Readings(shift_s=shift_s, plain=True)  # `type(now) is float`
@@ -258,7 +291,7 @@ def find_places(question: Question) -> list[KeptValue]:
     known = {id(getattr(module, name)) for module, name in (*CLOCKS, *OTHERS, *THREADS, *elsewhere.TEXTS)}
     known |= {id(getattr(time, name)) for name in TEXTS}
     known |= {id(datetime.datetime), id(datetime.date), id(random.random), id(np.random.rand), id(os.urandom)}
-    bound = {getattr(random, name) for _, name in DRAWS[: len(_DRAWS.split())]}
+    bound = {getattr(random, name) for name in picks.OF_PYTHON}
     return [
         kept
         for kept in attributes(explicit_state.users_own(question.eager.module))
@@ -306,7 +339,7 @@ def reading(readings: Readings, places: list[KeptValue]) -> Iterator[None]:
             replace(module, name, readings.clock(getattr(module, name), name))
         for name, before in TEXTS.items():
             replace(time, name, readings.clock_text(getattr(time, name), name, before))
-        for holder, name in (*DRAWS, *OTHERS):
+        for holder, name in (*picks.DRAWS, *OTHERS):
             replace(holder, name, readings.other(getattr(holder, name), name, numbers=True))
         version: Any = torch.Tensor._version
         replace(torch.Tensor, "_version", property(readings.other(version.__get__, "_version", numbers=True)))
@@ -314,6 +347,9 @@ def reading(readings: Readings, places: list[KeptValue]) -> Iterator[None]:
             replace(module, name, readings.other(getattr(module, name), "urandom", numbers=False))
         for module, name in elsewhere.TEXTS:
             replace(module, name, readings.text(getattr(module, name), name))
+        for module, name, stand in callers.make_stands(readings.note, readings.mark_text, bool(readings.step)):
+            if readings.asks_callers:
+                replace(module, name, stand)
         for module, name in THREADS:
             replace(module, name, readings.thread(getattr(module, name), name))
         for name in FILE_QUESTIONS:

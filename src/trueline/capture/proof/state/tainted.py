@@ -11,8 +11,9 @@ import io
 import math
 import operator
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -21,21 +22,34 @@ from torch.utils._pytree import tree_leaves, tree_map
 from trueline.capture.model import code_paths
 from trueline.capture.model.code_paths import SourceLine
 from trueline.capture.model.dispatch import OperatorMode
+from trueline.capture.proof.state import picks
 
 Range = tuple[float, float]
 ANY: Range = (-math.inf, math.inf)
 
 
-class Decisions:
-    """Those of one run; number `flip` is turned."""
+MOST_TOGETHER = 4
+"""Decisions of one line that are turned together: of `a and b` Python evaluates the second where the first holds."""
 
-    def __init__(self, flip: int | None = None) -> None:
-        self.flip = flip
+
+class Decisions:
+    """Those of one run; number `flip` is turned, and as many after it as are turned `together`."""
+
+    def __init__(self, flip: int | None = None, together: int = 1) -> None:
+        self.flip, self.together = flip, together
         self.lines: list[SourceLine | None] = []
 
     def take(self, result: bool) -> bool:
         self.lines.append(code_paths.current_line())
-        return not result if len(self.lines) - 1 == self.flip else result
+        turned = self.flip is not None and 0 <= len(self.lines) - 1 - self.flip < self.together
+        return not result if turned else result
+
+    def goes_on(self) -> bool:
+        """Whether the line of the last one that was turned asked once more."""
+        if self.flip is None or self.together == MOST_TOGETHER:
+            return False
+        last = self.flip + self.together
+        return len(self.lines) > last and self.lines[last] == self.lines[last - 1]
 
 
 def mark(value: Any, decisions: Decisions, within: Range = ANY) -> Any:
@@ -43,11 +57,12 @@ def mark(value: Any, decisions: Decisions, within: Range = ANY) -> Any:
     if isinstance(value, bool) or not isinstance(value, int | float):
         return value
     marked = TaintedInt(value) if isinstance(value, int) else TaintedFloat(value)
-    vars(marked).update(plain=_plain(value), decisions=decisions, within=within)
+    vars(marked).update(plain=plain_of(value), decisions=decisions, within=within)
     return marked
 
 
-def _plain(value: Any) -> Any:
+def plain_of(value: Any) -> Any:
+    """The number that `value` stands for; what is no such number is returned as it is."""
     if isinstance(value, TaintedInt | TaintedFloat):
         return vars(value)["plain"]
     return value
@@ -57,7 +72,7 @@ def _compute(function: Callable[..., Any], reflected: bool) -> Callable[..., Any
     def compute(self: Any, *others: Any) -> Any:
         if not all(isinstance(other, int | float | None) for other in others):
             return NotImplemented
-        operands = [_plain(self), *map(_plain, others)]
+        operands = [plain_of(self), *map(plain_of, others)]
         result = function(*(reversed(operands) if reflected else operands))
         within = _range_of(function, vars(self)["within"], operands) if not reflected else ANY
         decisions = vars(self)["decisions"]
@@ -85,7 +100,7 @@ def _compare(function: Callable[[Any, Any], bool]) -> Callable[[Any, Any], Any]:
     def compare(self: Any, other: Any) -> Any:
         if not isinstance(other, int | float):
             return NotImplemented
-        own, its = vars(self), _plain(other)
+        own, its = vars(self), plain_of(other)
         result = function(own["plain"], its)
         low, high = own["within"]
         points = [low, high, its, *((its - 1, its + 1) if isinstance(its, int) else (its - 1e-9, its + 1e-9))]
@@ -103,23 +118,53 @@ class TaintedFloat(float):
     """A fraction that notes decisions."""
 
 
-class _LikeInt(type):
+class _LikeNumber(type):
+    """Of a class that stands in for the one below its last base: all numbers of that are instances of it."""
+
     def __instancecheck__(cls, value: object) -> bool:
-        return isinstance(value, int)
+        return isinstance(value, cls.__mro__[-2])
 
     def __subclasscheck__(cls, kind: type) -> bool:
-        return issubclass(kind, int)
+        return issubclass(kind, cls.__mro__[-2])
 
 
-class NotingInt(int, metaclass=_LikeInt):
+class NotingInt(int, metaclass=_LikeNumber):
     """In place of `int` in the user's files: of a number that notes decisions it makes one that does, too."""
 
     def __new__(cls, *args: Any, **options: Any) -> Any:
-        given = args[0] if len(args) == 1 else None
-        if not isinstance(given, TaintedInt | TaintedFloat):
-            return int(*args, **options)
-        own = vars(given)
-        return mark(int(own["plain"]), own["decisions"], own["within"])
+        return _cast(int, *args, **options)
+
+    @classmethod
+    def from_bytes(cls, *args: Any, **options: Any) -> Any:
+        return _cast(int.from_bytes, *args, **options)
+
+
+class NotingFloat(float, metaclass=_LikeNumber):
+    """The same in place of `float`."""
+
+    def __new__(cls, *args: Any, **options: Any) -> Any:
+        return _cast(float, *args, **options)
+
+
+def _cast(function: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    """Of a number or text that notes decisions a number that does, too."""
+    own = getattr(args[0], "__dict__", {}) if args else {}
+    if "decisions" not in own:
+        return function(*args, **options)
+    return mark(function(own["plain"], *args[1:], **options), own["decisions"], own.get("within", ANY))
+
+
+@contextmanager
+def noting_casts(functions: Iterable[FunctionType]) -> Iterator[None]:
+    """Within the block `int` and `float` in the files of these functions keep what notes decisions."""
+    with ExitStack() as stack:
+        for function in functions:
+            names = function.__globals__
+            for name, stand in (("int", NotingInt), ("float", NotingFloat)):
+                if name in function.__code__.co_names and name not in names:
+                    names[name] = stand
+                    stack.callback(names.pop, name, None)
+        yield
 
 
 _BINARY = "add sub mul truediv floordiv mod pow lshift rshift and or xor divmod"
@@ -150,9 +195,9 @@ def _equip(kind: Any) -> None:
     for name in ("lt", "le", "eq", "ne", "gt", "ge"):
         setattr(kind, f"__{name}__", _compare(getattr(operator, name)))
     kind.__bool__ = lambda self: bool(self != 0)
-    kind.__hash__ = lambda self: hash(_plain(self))
-    kind.__reduce__ = lambda self: (type(_plain(self)), (_plain(self),))
-    kind.__copy__ = kind.__deepcopy__ = lambda self, *_: _plain(self)
+    kind.__hash__ = lambda self: hash(plain_of(self))
+    kind.__reduce__ = lambda self: (type(plain_of(self)), (plain_of(self),))
+    kind.__copy__ = kind.__deepcopy__ = lambda self, *_: plain_of(self)
 
 
 _equip(TaintedInt)
@@ -160,13 +205,15 @@ _equip(TaintedFloat)
 
 
 class TaintedDraws:
-    """A generator of random numbers whose numbers note decisions."""
+    """A generator of random numbers whose numbers note decisions; with `pick` one that draws that element."""
 
-    def __init__(self, generator: Any, decisions: Decisions) -> None:
-        self._generator, self._decisions = generator, decisions
+    def __init__(self, generator: Any, decisions: Decisions, pick: int | None = None) -> None:
+        self._generator, self._decisions, self._pick = generator, decisions, pick
 
     def __getattr__(self, name: str) -> Any:
         held = getattr(self._generator, name)
+        if self._pick is not None and name in picks.NAMES:
+            return picks.pick(held, name, self._pick)
         return marking(held, self._decisions, name) if callable(held) else held
 
 
@@ -183,7 +230,7 @@ class TaintedIterator:
         return mark(next(self._iterator), self._decisions)
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._iterator, name)
+        return mark(getattr(self._iterator, name), self._decisions)
 
 
 def marking(function: Callable[..., Any], decisions: Decisions, name: str) -> Callable[..., Any]:
