@@ -74,6 +74,7 @@ MAX_LINES += 470  # sets written in code, settings of a process, weights within 
 MAX_LINES += 620  # numpy and folds of sizes in a trace, lengths that values end, bounded loops (0020)
 MAX_LINES += 480  # what a value decides unseen by a trace, state behind methods of C, checks in ONNX (0020)
 MAX_LINES += 430  # yes or no in distillation, layers that stay in float32 (0025)
+MAX_LINES += 240  # a search alone in its folder, promises before a training, masks of infinity (0025)
 MAX_FOLDER_FILES = 20
 MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 50
