@@ -14,6 +14,7 @@ from trueline.bundle import open_bundle
 from trueline.bundle.write import pack
 from trueline.compress import search as searching
 from trueline.compress.candidate import CompressedCandidate
+from trueline.compress.method import CompressMethod
 from trueline.compress.search_folder import clear_folder, hold_folder
 from trueline.errors import StorageError, UsageError
 from trueline.files import PARTIAL
@@ -46,7 +47,7 @@ def list_tried(events: pytest.MonkeyPatch) -> list[str]:
     tried: list[str] = []
     whole = searching.Search._measure
 
-    def note(self: searching.Search, method: searching.CompressMethod) -> CompressedCandidate:
+    def note(self: searching.Search, method: CompressMethod) -> CompressedCandidate:
         tried.append(method.name)
         return whole(self, method)
 
