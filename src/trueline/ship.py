@@ -215,10 +215,11 @@ def _run_facts(recipe: Recipe, trained: TrainResult, evaluation: Evaluation) -> 
 
 def _check_budget(recipe: Recipe, budget: str | None) -> None:
     """Raises UsageError for a budget that compress would refuse after the training."""
-    from trueline.compress import method
+    from trueline.compress.method import parse_budget
+    from trueline.compress.promise import check_before_training
 
     if budget is not None:
-        method.check_metric(method.parse_budget(budget), ["loss", *(recipe.metrics() if recipe.metrics else {})])
+        check_before_training(recipe, parse_budget(budget))
 
 
 def _compress(recipe: Recipe, bundle: Path, budget: str) -> Compressed:

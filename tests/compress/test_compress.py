@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 
 import msgspec
 import numpy as np
@@ -14,10 +13,11 @@ import pytest
 import trueline
 from trueline.bundle import open_bundle
 from trueline.cli import app
-from trueline.compress import api, refine
+from trueline.compress import refine
 from trueline.compress import search as searching
 from trueline.compress.candidate import CompressedCandidate
 from trueline.compress.method import parse_budget
+from trueline.compress.promise import check_promise
 from trueline.errors import BudgetMissed, BundleError, NotProven, RecipeError, RequestError, UsageError
 from trueline.files import sha256_file
 from trueline.runtime.open import open_program, replay
@@ -178,6 +178,56 @@ def test_the_time_limit_ends_the_search_with_what_was_found(
     assert sum(row.kind != "parent" for row in found.rows) == 2
 
 
+def test_a_time_that_is_over_before_the_first_candidate_is_what_the_error_says(
+    trained: compressible.Compressible, tmp_path: Path
+) -> None:
+    with pytest.raises(BudgetMissed) as missed:
+        trueline.compress(trained.bundle.path, budget="accuracy=3%", minutes=1e-9, out=tmp_path / "s.bundle")
+    assert "before the first candidate" in missed.value.hint
+    assert "--minutes" in missed.value.hint
+
+
+def test_a_disk_that_is_full_outside_of_a_candidate_is_one_clear_error_that_names_the_best_so_far(
+    trained: compressible.Compressible, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import errno
+
+    from trueline import events
+    from trueline.errors import StorageError
+
+    for number, words in ((errno.ENOSPC, "no room left"), (errno.EDQUOT, "no room left"), (errno.EFBIG, "ulimit -f")):
+
+        def fail(_: searching.Search, number: int = number) -> None:
+            raise OSError(number, "the kernel's words")
+
+        monkeypatch.setattr(searching.Search, "measure_all", fail)
+        told: list[dict] = []
+        out = tmp_path / f"{number}.bundle"
+        with (
+            events.listening(lambda name, fields: told.append(fields) if name == "search.stopped" else None),  # noqa: B023 - called in this turn
+            pytest.raises(StorageError) as full,
+        ):
+            trueline.compress(trained.bundle.path, quantize=["dynamic"], out=out)
+        assert words in f"{full.value.message} {full.value.hint}"
+        assert [one["best"] for one in told] == ["dynamic:u8"]
+        assert open_bundle(Path(told[0]["path"])).lineage()["compression"]["name"] == "dynamic:u8"
+        assert not out.exists()
+
+
+def test_what_failed_says_in_its_row_what_to_do_about_it(
+    trained: compressible.Compressible, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from trueline.compress.apply import dynamic
+    from trueline.errors import CaptureError
+
+    def fail(self, method, program, out):
+        raise CaptureError("it has no room for that", hint="make room")
+
+    monkeypatch.setattr(dynamic.DynamicQuantizer, "apply", fail)
+    with pytest.raises(BudgetMissed, match="dynamic:u8: it has no room for that; make room"):
+        trueline.compress(trained.bundle.path, quantize=["dynamic"], out=tmp_path / "s.bundle")
+
+
 def test_a_row_that_was_torn_by_the_kill_is_tried_again(tmp_path: Path) -> None:
     rows = tmp_path / "rows.jsonl"
     whole = msgspec.json.encode(CompressedCandidate(name="one", kind="static", verdict="failed"))
@@ -190,11 +240,13 @@ def test_a_row_that_was_torn_by_the_kill_is_tried_again(tmp_path: Path) -> None:
     [
         ({"budget": "accurcy=1%"}, UsageError, "names the metric 'accurcy'"),
         ({"budget": "accuracy"}, UsageError, "expected METRIC=AMOUNT"),
+        ({"budget": ""}, UsageError, "expected METRIC=AMOUNT"),
         ({"budget": "accuracy=0.2%"}, UsageError, "at least 1351 records"),
         ({"quantize": ["static:u9"]}, UsageError, "has no variant 'u9'"),
         ({"quantize": ["statik"]}, UsageError, "called 'statik'"),
         ({"target": "speed"}, UsageError, "target is 'speed'"),
         ({"minutes": 0}, UsageError, "minutes is 0"),
+        ({"minutes": float("inf")}, UsageError, "minutes is inf"),
         ({"recipe": "missing.py"}, RecipeError, "missing.py"),
     ],
 )
@@ -209,12 +261,9 @@ def test_a_request_that_cannot_be_kept_is_one_clear_error(
 
 @pytest.mark.parametrize("records", [400, 600, 1000, 1351])
 def test_the_budget_that_a_refused_one_is_told_to_take_is_not_refused(records: int) -> None:
-    answers = SimpleNamespace(values=np.ones(records))
-    reference = SimpleNamespace(answers=answers, budget=parse_budget("accuracy=0.01%"), count=records)
     with pytest.raises(UsageError, match="cannot be promised") as refused:
-        api._check_promise(reference)  # type: ignore[arg-type]
-    reference.budget = parse_budget(refused.value.hint.partition("--budget ")[2])
-    api._check_promise(reference)  # type: ignore[arg-type]
+        check_promise(parse_budget("accuracy=0.01%"), np.ones(9), records)
+    check_promise(parse_budget(refused.value.hint.partition("--budget ")[2]), np.ones(9), records)
 
 
 @pytest.mark.parametrize(

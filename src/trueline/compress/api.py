@@ -18,9 +18,12 @@ import msgspec
 from trueline import events, files
 from trueline.bundle import Bundle, open_bundle
 from trueline.compress.derive.wishes import DeriveWishes
+from trueline.compress.find_recipe import find_recipe
 from trueline.compress.method import BY_DEFAULT, TARGETS, Budget, CompressMethod, Target, parse_budget, parse_method
 from trueline.compress.ordering import CandidateOrder, TimeShares, sort_chains
 from trueline.compress.planning import derive_bundles, make_plans, name_plans, prepare_first
+from trueline.compress.promise import check_promise
+from trueline.compress.search_folder import hold_folder
 from trueline.errors import BudgetMissed, BundleError, NotProven, StorageError, UsageError, closest, join_names
 
 if TYPE_CHECKING:
@@ -57,12 +60,14 @@ class Compressed:
     @property
     def summary(self) -> str:
         """In one line."""
+        from trueline.compress.report import describe_bound
+
         row, batch = self.row, min(self.row.vs_fp32, default=1)
         speed = (
             f"{row.vs_fp32[batch]:.2f} times as fast as its parent and {row.vs_eager[batch]:.2f} times as the eager "
         )
         speed += f"model at batch {batch}" if row.vs_fp32 else ""
-        lost = f"{self.facts['metric']} {row.metric:.4f}, {row.loss:+.4f} lost, {row.loss_high:.4f} at most (95 %)"
+        lost = f"{self.facts['metric']} {row.metric:.4f}, {row.loss:+.4f} lost, {describe_bound(row)}"
         return f"{self.path}: {row.name}; {speed}; {lost}"
 
     def as_text(self) -> str:
@@ -113,15 +118,15 @@ def compress(
     wishes = DeriveWishes.of(prune=prune, rounds=rounds, distill=distill, drop=drop, match=match, distance=distill_loss,
                              qat=qat, checkpoint=checkpoint)  # fmt: skip
     wanted = _read_budget(budget, by_hand=bool(quantize or wishes))
-    parent = bundle if isinstance(bundle, Bundle) else open_bundle(Path(bundle))
-    place = _check_free(parent, out, target, overwrite=overwrite)
-    _check_parent(parent)
-    reference = _open_reference(parent, recipe, wanted)
-    chains = sort_chains(make_plans(reference, wishes))
-    search = _open_search(reference, place, target, methods, chains)
-    with _announcing(search):
-        _run(search, chains, CandidateOrder(search, methods, bool(chains), budget is not None), shares)
-        return _finish(search, place)
+    parent, given = _open_parent(bundle)
+    place = _check_free(given, out, target, overwrite=overwrite)
+    with hold_folder(_folder_of(place)):
+        reference = _open_reference(parent, recipe or find_recipe(parent, given), wanted)
+        chains = sort_chains(make_plans(reference, wishes, given))
+        search = _open_search(reference, place, target, methods, chains)
+        with _announcing(search):
+            _run(search, chains, CandidateOrder(search, methods, bool(chains), budget is not None), shares)
+            return _finish(search, place)
 
 
 @contextmanager
@@ -183,11 +188,29 @@ def _finish(search: Search, place: Path) -> Compressed:
     )  # fmt: skip
 
 
-def _check_free(parent: Bundle, out: str | Path | None, target: str, *, overwrite: bool) -> Path:
-    place = Path(out) if out is not None else parent.path.with_name(f"{parent.path.stem}-{target}.bundle")
+def _open_parent(bundle: str | Path | Bundle) -> tuple[Bundle, Path]:
+    """The bundle, and where its user has it: a packed one is elsewhere once it is open. Raises BundleError, UsageError
+    for one that cannot be compressed."""
+    opened = bundle if isinstance(bundle, Bundle) else open_bundle(Path(bundle))
+    _check_parent(opened)
+    return opened, bundle.path if isinstance(bundle, Bundle) else Path(bundle)
+
+
+def _check_free(parent: Path, out: str | Path | None, target: str, *, overwrite: bool) -> Path:
+    place = Path(out) if out is not None else parent.with_name(f"{parent.stem}-{target}.bundle")
+    if place.resolve().is_relative_to(parent.resolve()):
+        raise UsageError(
+            f"{place} is the bundle that is compressed, which is never changed", hint="choose another name (--out)"
+        )
     if place.exists() and not overwrite:
         raise UsageError(f"{place} exists already", hint="choose another name, or overwrite it (--overwrite)")
+    if place.exists() and not (place / "bundle.json").is_file():
+        raise UsageError(f"{place} exists and is no bundle; it is not replaced", hint="choose another name (--out)")
     return place
+
+
+def _folder_of(place: Path) -> Path:
+    return place.with_name(f"{place.name}.search")
 
 
 def _check(quantize: Sequence[str], target: str, minutes: float | None) -> list[CompressMethod]:
@@ -197,7 +220,7 @@ def _check(quantize: Sequence[str], target: str, minutes: float | None) -> list[
             f"target is '{target}', expected one of: {join_names(TARGETS)}",
             hint=f"did you mean '{near}'?" if near else "",
         )
-    if minutes is not None and not minutes > 0:
+    if minutes is not None and not 0 < minutes < math.inf:
         raise UsageError(f"minutes is {minutes:g}, expected a number above 0")
     return [parse_method(text) for text in quantize]
 
@@ -208,14 +231,16 @@ def _read_budget(budget: str | Budget | None, *, by_hand: bool) -> Budget | None
         return budget
     if budget is None and by_hand:
         return None
-    return parse_budget(budget or BY_DEFAULT)
+    return parse_budget(BY_DEFAULT if budget is None else budget)
 
 
 def _check_parent(parent: Bundle) -> None:
-    """Raises BundleError, UsageError for a bundle that cannot be compressed."""
+    """Raises BundleError, UsageError for a bundle that cannot be compressed. Masks add infinity, which is no weight."""
     import numpy as np
     import onnx
     from onnx import numpy_helper
+
+    from trueline.compress.measure.kernels import WEIGHTED, walk
 
     if "onnx" not in [entry.format for entry in parent.manifest.programs]:
         formats = join_names(entry.format for entry in parent.manifest.programs)
@@ -228,10 +253,13 @@ def _check_parent(parent: Bundle) -> None:
         raise UsageError(
             f"bundle '{parent.name}' {what}: its answers to evaluation records say nothing of its accuracy"
         )
-    path = parent.program_path("onnx")
-    for weight in onnx.load(path).graph.initializer:
+    graph = onnx.load(parent.program_path("onnx")).graph
+    layers = {name for node in walk(graph) if node.op_type in WEIGHTED for name in node.input}
+    for weight in graph.initializer:
         array = numpy_helper.to_array(weight)
-        if array.dtype.kind == "f" and not np.isfinite(array).all():
+        if array.dtype.kind != "f":
+            continue
+        if np.isnan(array).any() or (weight.name in layers and not np.isfinite(array).all()):
             raise BundleError(
                 f"weight '{weight.name}' of bundle '{parent.name}' has {int((~np.isfinite(array)).sum())} values that "
                 "are not finite",
@@ -239,49 +267,18 @@ def _check_parent(parent: Bundle) -> None:
             )
 
 
-def _open_reference(parent: Bundle, recipe: str | Path | Recipe | None, budget: Budget | None) -> Reference:
-    from trueline.compress.find_recipe import find_recipe
+def _open_reference(parent: Bundle, recipe: str | Path | Recipe, budget: Budget | None) -> Reference:
     from trueline.compress.measure.reference import open_reference
     from trueline.recipe.load import load_recipe
 
-    loaded = load_recipe(recipe if recipe is not None else find_recipe(parent))
+    loaded = load_recipe(recipe)
     reference = open_reference(parent, loaded, budget)
     events.emit(
         "compress.started", bundle=parent.name, metric=reference.budget.metric, value=reference.value,
         records=reference.count,
     )  # fmt: skip
-    _check_promise(reference)
+    check_promise(reference.budget, reference.answers.values, reference.count)
     return reference
-
-
-def _check_promise(reference: Reference) -> None:
-    """Raises UsageError for a budget that so few records can never show to be kept."""
-    import numpy as np
-
-    from trueline.compress import gate
-
-    values, budget = reference.answers.values, reference.budget
-    if not np.isin(values, (0.0, 1.0)).all():
-        return
-    least = gate.paired_bound(0, 0, reference.count)
-    if least <= budget.amount:
-        return
-    needed, enough = gate.count_records(budget.amount), _round_up(100 * least)
-    raise UsageError(
-        f"{budget.text} cannot be promised with {reference.count} evaluation records: even if no decision changes, up "
-        f"to {least:.4f} may be lost (95 % confidence); it needs at least {needed} records",
-        hint=f"give dataset('evaluation') more records, or allow more: --budget {budget.metric}={enough}%",
-    )
-
-
-def _round_up(amount: float) -> str:
-    """With two digits, and not less.
-
-    >>> _round_up(0.6718), _round_up(0.27), _round_up(21.3)
-    ('0.68', '0.27', '22')
-    """
-    unit = 10.0 ** (math.floor(math.log10(amount)) - 1)
-    return f"{math.ceil(round(amount / unit, 6)) * unit:.2g}"
 
 
 def _open_search(
@@ -293,12 +290,12 @@ def _open_search(
 
     by_hand = [*name_plans(chains), *(one.name for one in methods)]
     taught = [(load_recipe(chain[0].recipe).digest, chain[0].matches) for chain in chains if chain[0].kind == "taught"]
-    folder = place.with_name(f"{place.name}.search")
+    folder = _folder_of(place)
     chosen = bool(by_hand) and math.isinf(reference.budget.amount)
     search = Search(reference, folder, target, math.inf, time.monotonic, chosen)
     spec = {
         "parent": reference.bundle.digest, "recipe": reference.recipe.digest, "budget": reference.budget.text,
-        "target": target, "records": reference.count, "by_hand": by_hand, "taught": taught,
+        "target": target, "records": reference.fingerprints, "by_hand": by_hand, "taught": taught,
     }  # fmt: skip
     search.asked = tuple(by_hand)
     try:
@@ -346,6 +343,8 @@ def _make_missed(search: Search, facts: dict[str, Any], report: Path) -> BudgetM
     more = "a larger budget or more evaluation records may let one pass"
     if "over budget" not in verdicts:
         more = "the last lines of the table say what each one lacks"
+    if all(row.kind == "parent" for row in search.rows.values()):
+        more = "the time was over before the first candidate: give it more --minutes"
     if "none_is_faster" in facts:
         table += f"\n\nnone is faster: {facts['none_is_faster']}"
         more = "--target size looks for the smallest, --target memory for the one that takes least"

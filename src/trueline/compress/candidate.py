@@ -24,6 +24,8 @@ class CompressedCandidate(msgspec.Struct, frozen=True, kw_only=True, omit_defaul
     """Number of a choice of the Bayesian search; 0 for all others."""
     verdict: Verdict
     why: str = ""
+    lacks_package: bool = False
+    """Whether it failed since a package is not installed."""
     note: str = ""
     """How it was made, where that is not what its name says."""
     metric: float | None = None

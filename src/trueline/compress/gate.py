@@ -2,7 +2,9 @@
 
 Parent and candidate answer the same records, so what counts is the difference of each pair. Where a metric is 0 or 1
 for each record (an accuracy), the bound of the mean difference is Tango's score interval for paired proportions, which
-holds also when no decision changed; else it is a bootstrap of the pairs, or the normal approximation for many.
+holds also when no decision changed. So it is for shares (right tokens of a sentence), where what is lost and gained
+counts by its size: of all distributions on [0, 1] with one mean, that of 0 and 1 varies most. Of other numbers it is a
+bootstrap of the pairs, or the normal approximation for many; few records tell nothing of their tails.
 Sources: Tango, Statistics in Medicine 17 (1998); Efron and Tibshirani, An Introduction to the Bootstrap (1993).
 """
 
@@ -23,6 +25,8 @@ _RESAMPLES = 2000
 _MANY = 20_000
 """Records from which the normal approximation stands for the bootstrap."""
 MOST_RECORDS = 10**9
+LEAST_RECORDS = 30
+"""Of a metric that is any number: fewer have no bound."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,8 +47,8 @@ def judge(budget: Budget, parent: Floats, candidate: Floats) -> GateVerdict:
     lost = (parent - candidate) if budget.larger_is_better else (candidate - parent)
     if not np.isfinite(candidate).all() and np.isfinite(parent).all():
         return GateVerdict(loss=math.inf, low=math.inf, high=math.inf, keeps=False, records_needed=None)
-    if _is_binary(parent) and _is_binary(candidate):
-        worse, better, count = float((lost > 0).sum()), float((lost < 0).sum()), len(lost)
+    if counts_decisions(budget, parent) and counts_decisions(budget, candidate):
+        worse, better, count = float(lost[lost > 0].sum()), float(-lost[lost < 0].sum()), len(lost)
         low, high = -paired_bound(better, worse, count), paired_bound(worse, better, count)
         needed = count_records(budget.amount, worse / count, better / count)
     else:
@@ -100,12 +104,16 @@ def count_records(amount: float, worse: float = 0.0, better: float = 0.0) -> int
     return high
 
 
-def _is_binary(values: Floats) -> bool:
-    return bool(np.isin(values, (0.0, 1.0)).all())
+def counts_decisions(budget: Budget, values: Floats) -> bool:
+    """Whether a metric with these values counts right decisions, whole ones or shares of a record's."""
+    binary = np.isin(values, (0.0, 1.0)).all()
+    return bool(binary or (budget.larger_is_better and (values >= 0).all() and (values <= 1).all()))
 
 
 def _mean_bounds(lost: Floats) -> tuple[float, float]:
     count = len(lost)
+    if count < LEAST_RECORDS:
+        return -math.inf, math.inf
     if count >= _MANY:
         half = Z * float(lost.std(ddof=1)) / math.sqrt(count)
         return float(lost.mean()) - half, float(lost.mean()) + half
@@ -119,4 +127,4 @@ def _count_for_mean(amount: float, lost: Floats) -> int | None:
     room = amount - float(lost.mean())
     if room <= 0:
         return None
-    return max(2, math.ceil((Z * float(lost.std()) / room) ** 2))
+    return max(LEAST_RECORDS, math.ceil((Z * float(lost.std()) / room) ** 2))

@@ -21,9 +21,11 @@ if TYPE_CHECKING:
     from trueline.recipe.contract import Recipe
 
 
-def make_plans(reference: Reference, wishes: DeriveWishes) -> list[list[DerivePlan]]:
+def make_plans(reference: Reference, wishes: DeriveWishes, given: Path) -> list[list[DerivePlan]]:
     """What to train before anything is quantized: chains of plans, each of which begins where the one before it ended
-    (distill, then prune, then train for int8). Raises UsageError, RecipeError, CheckpointError, CaptureError."""
+    (distill, then prune, then train for int8). `given`: the bundle's folder or packed file.
+
+    Raises UsageError, RecipeError, CheckpointError, CaptureError."""
     from trueline.compress.derive.bundles import check_checkpoint, find_checkpoint
     from trueline.recipe.load import load_recipe, locate_recipe
 
@@ -32,7 +34,7 @@ def make_plans(reference: Reference, wishes: DeriveWishes) -> list[list[DerivePl
     recipe, start = reference.recipe, ""
     where = locate_recipe(recipe, recipe.path and str(recipe.path))
     if wishes.starts_from_checkpoint:
-        start = find_checkpoint(reference.bundle, wishes.checkpoint)
+        start = find_checkpoint(reference.bundle, wishes.checkpoint, given)
         check_checkpoint(start)
     first, begins = [], DerivePlan(kind="qat", recipe=where, checkpoint=start, epochs=recipe.defaults.epochs)
     if wishes.student is not None or wishes.drop:

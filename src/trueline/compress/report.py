@@ -135,10 +135,17 @@ def _result(rows: Sequence[CompressedCandidate], facts: Mapping[str, Any]) -> It
         return
     lost = f"{facts.get('metric', 'metric')} {_number(row.metric, '{:.4f}')}, {_number(row.loss, '{:+.4f}')} lost, "
     speed = f"; {row.vs_fp32[min(row.vs_fp32)]:.2f} times as fast as the parent" if row.vs_fp32 else ""
-    bound = f"{_number(row.loss_high, '{:.4f}')} at most (95 %); {_bytes(row.size_bytes)}"
+    bound = f"{describe_bound(row)}; {_bytes(row.size_bytes)}"
     yield f"<p>Sealed: <b>{page.text(row.name)}</b>. {page.text(lost + bound + speed)}.</p>"
     if row.why:
         yield f"<p class={'bad' if row.why.startswith('ruined') else 'warn'}>{page.text(row.why)}</p>"
+
+
+def describe_bound(row: CompressedCandidate) -> str:
+    """How much of the metric the row may lose. JSON has no infinity: a row that was read again has None for it."""
+    if row.loss_high is None or not math.isfinite(row.loss_high):
+        return "without a bound: the records are too few"
+    return f"{row.loss_high:.4f} at most (95 %)"
 
 
 def _request(facts: Mapping[str, Any]) -> list[tuple[str, object]]:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import errno
 import shutil
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
@@ -35,7 +36,8 @@ from trueline.compress.measure.memory import measure_memory
 from trueline.compress.measure.reference import EAGER, PARENT, Reference
 from trueline.compress.method import UNCHANGED, CompressMethod, Target, file_of
 from trueline.compress.refine import Refiner
-from trueline.errors import NotProven, StorageError, TruelineError
+from trueline.compress.search_folder import clear_folder
+from trueline.errors import MissingPackage, NotProven, StorageError, TruelineError
 from trueline.runtime.openvino import shape_inputs
 from trueline.runtime.session import HAS_FIXED, Session
 
@@ -86,16 +88,24 @@ class Search:
         """Takes over the rows of a search for the same; removes those of another one. Raises StorageError."""
         spec = self.folder / "search.json"
         text = msgspec.json.format(msgspec.json.encode(facts, order="sorted"), indent=1)
+        self.folder.mkdir(parents=True, exist_ok=True)
+        files.sweep(self.folder)
         if spec.is_file() and spec.read_bytes() == text:
             rows = read_rows(self.folder / "rows.jsonl")
-            self.rows = {row.name: row for row in rows if row.loss is None or self.path_of(row).is_file()}
+            self.rows = {row.name: row for row in rows if self._is_kept(row)}
             if self.rows:
                 events.emit("search.restored", rows=len(self.rows), folder=str(self.folder))
             return
-        if self.folder.exists() and not spec.is_file() and any(self.folder.iterdir()):
+        if not spec.is_file() and any(self.folder.iterdir()):
             raise StorageError(f"{self.folder} exists and is no search; it is not replaced", hint="move it away")
-        shutil.rmtree(self.folder, ignore_errors=True)
+        clear_folder(self.folder)
         files.write_atomic(spec, text)
+
+    def _is_kept(self, row: CompressedCandidate) -> bool:
+        """Whether a row of an earlier call stands: its program is there; a package that it lacked may be there now.
+        Of a search that has sealed its bundle none does, as there are no programs."""
+        there = self.folder / "programs" if row.loss is None else self.path_of(row)
+        return there.exists() and not row.lacks_package
 
     def run_until(self, ends: float, methods: Sequence[CompressMethod]) -> None:
         """Tries `methods`, and better ones for those that lose too much, until the time is over; the last part of it is
@@ -147,7 +157,7 @@ class Search:
         except TruelineError as error:
             self._check_room(error)
             why = "; ".join(filter(None, (error.message, error.hint)))
-            row = _row_of(method, verdict="failed", why=why)
+            row = _row_of(method, verdict="failed", why=why, lacks_package=isinstance(error, MissingPackage))
         except OSError as error:
             raise files.storage_error(error, self.folder) from error
         row = msgspec.structs.replace(row, seconds=round(self.clock() - began, 2))
@@ -348,11 +358,12 @@ def _row_of(method: CompressMethod, **facts: Any) -> CompressedCandidate:
 
 
 def read_rows(path: Path) -> Iterator[CompressedCandidate]:
-    """The rows that were written whole."""
+    """The rows that were written whole, by this release: a candidate without one is tried again."""
     if path.is_file():
         for line in path.read_bytes().splitlines(keepends=True):
             if line.endswith(b"\n"):
-                yield msgspec.json.decode(line, type=CompressedCandidate)
+                with suppress(msgspec.DecodeError):
+                    yield msgspec.json.decode(line, type=CompressedCandidate)
 
 
 def _append(path: Path, row: CompressedCandidate) -> None:

@@ -89,7 +89,7 @@ def test_a_checkpoint_that_is_nowhere_is_asked_for(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UsageError, match=r"checkpoint.*is not found") as missing:
-        bundles.find_checkpoint(trained.bundle, None)
+        bundles.find_checkpoint(trained.bundle, None, trained.bundle.path)
     assert "--checkpoint" in missing.value.hint
 
 

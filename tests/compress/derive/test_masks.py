@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from torch import nn
@@ -58,13 +60,27 @@ def test_one_layer_is_chosen_by_its_name() -> None:
     assert zeros(masked[3]) == pytest.approx(0.5)
 
 
+def test_a_layer_gets_the_share_of_the_name_that_says_most_about_it() -> None:
+    model = nn.ModuleDict({"body": nn.Sequential(nn.Linear(20, 20), nn.Linear(20, 20)), "head": nn.Linear(20, 10)})
+    model["first"] = nn.Conv1d(2, 20, 2)
+    for names in (["linear", "body", "body.1", "global"], ["body.1", "global", "body", "linear"]):
+        shares = {"linear": 0.2, "body": 0.4, "body.1": 0.6, "global": 0.8}
+        masked = masks.mask(copy.deepcopy(model), {name: shares[name] for name in names})
+        found = [zeros(masked.get_submodule(name)) for name in ("head", "body.0", "body.1", "first")]
+        assert found == pytest.approx([0.2, 0.4, 0.6, 0.8], abs=0.01)
+    with pytest.raises(UsageError, match="'linear', and each of its layers has a share by a more specific name"):
+        masks.mask(copy.deepcopy(model), {"linear": 0.2, "body": 0.4, "head": 0.5})
+
+
 def test_a_name_that_chooses_no_layer_is_an_error_with_those_that_exist() -> None:
     with pytest.raises(UsageError, match=r"'linaer'.*has: conv, linear") as refused:
         masks.mask(network(), {"linaer": 0.5})
     assert "linear" in refused.value.hint
 
 
-@pytest.mark.parametrize("text", ["conv", "conv=2", "conv=0", "=0.3", "conv=half", "channels=0.3,conv=0.2"])
+@pytest.mark.parametrize(
+    "text", ["conv", "conv=2", "conv=0", "=0.3", "conv=half", "channels=0.3,conv=0.2", "conv=0.2,conv=0.3"]
+)
 def test_amounts_that_mean_nothing_are_refused(text: str) -> None:
     with pytest.raises(UsageError, match="prune is"):
         parse_amounts(text)

@@ -5,6 +5,9 @@ minmax       the smallest and largest value
 percentile   the middle 99.99 %
 entropy      the range whose quantized histogram is closest to the histogram itself (Kullback-Leibler)
 mse          the range whose rounding and clipping together lose least, squared
+
+Masks of attention add infinity, which no range holds: ranges are of the finite values, and operators that met others
+are named, since in int8 what is masked would count.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ import numpy.typing as npt
 from onnxruntime.quantization import CalibrationDataReader, CalibrationMethod, save_tensors_data
 from onnxruntime.quantization.calibrate import HistogramCollector, TensorsData, create_calibrator
 
+from trueline import files
 from trueline.compress.apply.contract import ParentProgram
 from trueline.compress.apply.equalize import equalize
 from trueline.compress.apply.graph import is_large, quiet
@@ -30,6 +34,7 @@ _ENTROPY_BINS = 512
 _PERCENTILE = 99.99
 _SHARES = np.linspace(0.3, 1.0, 15)
 _LEVELS = 255
+_UNBOUNDED = "unbounded.json"
 Histogram = tuple[Any, Any, Any, Any]
 """Counts, edges, smallest, largest."""
 
@@ -55,27 +60,50 @@ def _histograms(program: ParentProgram) -> dict[str, Histogram]:
     _check_finite(batches)
     try:
         with quiet():
+            collector = _FiniteCollector()
             calibrator = create_calibrator(
                 equalize(program), augmented_model_path=str(program.work / "watched.onnx"),
                 calibrate_method=CalibrationMethod.Percentile, extra_options={"num_bins": BINS, "symmetric": False},
                 use_external_data_format=is_large(program.path),
             )  # fmt: skip
+            calibrator.collector = collector
             for batch in batches:
                 calibrator.collect_data(_OneBatch(batch))
     except Exception as error:
         raise CaptureError(f"ranges cannot be collected: {first_line(error)}") from error
     found: dict[str, Histogram] = {
-        name: (one[0], one[1], float(one[2]), float(one[3]))
-        for name, one in calibrator.collector.histogram_dict.items()
+        name: (one[0], one[1], float(one[2]), float(one[3])) for name, one in collector.histogram_dict.items()
     }
-    bad = [name for name, one in found.items() if not np.isfinite(one[2:]).all()]
-    if bad:
-        raise CaptureError(f"the program computes numbers that are not finite from training records, in '{bad[0]}'")
+    files.write_atomic(program.work / _UNBOUNDED, json.dumps(sorted(collector.unbounded)).encode())
     rows = {name: [one[0].tolist(), one[1].tolist(), one[2], one[3]] for name, one in found.items()}
     partial = kept.with_suffix(".partial")
     partial.write_text(json.dumps(rows))
     partial.replace(kept)
     return found
+
+
+def find_unbounded(program: ParentProgram) -> set[str]:
+    """Tensors that had infinity or NaN in training records. Raises CaptureError, DataError."""
+    _histograms(program)
+    return set(json.loads((program.work / _UNBOUNDED).read_text()))
+
+
+class _FiniteCollector(HistogramCollector):  # type: ignore[misc]  # the library has no types
+    """Histograms of finite values; `unbounded` had others."""
+
+    def __init__(self) -> None:
+        super().__init__("percentile", False, BINS, 128, _PERCENTILE, "same")
+        self.unbounded: set[str] = set()
+
+    def collect(self, name_to_arr: dict[str, list[Any]]) -> None:
+        found: dict[str, list[Any]] = {}
+        for name, arrays in name_to_arr.items():
+            whole = np.concatenate([array.reshape(-1) for array in arrays])
+            finite = whole[np.isfinite(whole)]
+            if len(finite) < len(whole):
+                self.unbounded.add(name)
+            found[name] = [finite.astype(np.float32) if len(finite) else np.zeros(1, np.float32)]
+        super().collect(found)
 
 
 def _check_finite(batches: Any) -> None:

@@ -11,6 +11,9 @@ from collections import defaultdict
 from collections.abc import Iterable
 from typing import Any
 
+import numpy as np
+from onnx import TensorProto, numpy_helper
+
 from trueline.compress.measure.kernels import HEAVY
 
 _LAYERS = frozenset({"Conv", "ConvTranspose", "Gemm", "MatMul"})
@@ -40,7 +43,7 @@ def choose_operators(model: Any, *, heavy: bool = False) -> dict[str, str]:
     heavy ones, as other quantizers know more."""
     graph = model.graph
     constants = {one.name for one in graph.initializer}
-    born, read = _find_born(graph.node, constants), _find_read(graph.node)
+    born, read = _find_born(graph.node, constants, _find_infinite(graph)), _find_read(graph.node)
     found = {}
     for node in graph.node:
         layer = _is_layer(node, constants) or (heavy and node.op_type in HEAVY)
@@ -66,7 +69,18 @@ def _is_layer(node: Any, constants: set[str]) -> bool:
     return node.op_type in _LAYERS and bool(constants.intersection(node.input[:2]))
 
 
-def _find_born(nodes: Any, constants: set[str]) -> set[str]:
+def _find_infinite(graph: Any) -> set[str]:
+    """Constants with infinity, as masks have: in int8 what they mask would count."""
+    floats = (one for one in graph.initializer if one.data_type == TensorProto.FLOAT and _is_here(one))
+    return {one.name for one in floats if np.isinf(numpy_helper.to_array(one)).any()}
+
+
+def _is_here(constant: Any) -> bool:
+    """Whether its numbers were read, and do not lie beside the graph."""
+    return bool(constant.data_location != TensorProto.EXTERNAL)
+
+
+def _find_born(nodes: Any, constants: set[str], infinite: set[str]) -> set[str]:
     """Tensors that are in int8 as they are made: of heavy operators, and of light ones that read only such."""
     born: set[str] = set()
     for node in nodes:
@@ -74,7 +88,7 @@ def _find_born(nodes: Any, constants: set[str]) -> set[str]:
             known = _is_layer(node, constants)
         elif node.op_type in _LIGHT:
             given = [name for name in _numbers(node) if name not in constants]
-            known = bool(given) and born.issuperset(given)
+            known = bool(given) and born.issuperset(given) and not infinite.intersection(node.input)
         else:
             known = node.op_type in MOVES and node.input[0] in born
         if known:

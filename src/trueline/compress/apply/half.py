@@ -57,7 +57,7 @@ class HalfQuantizer:
 
 def _narrow(array: Any, name: str, kind: str) -> Any:
     if kind == "float16":
-        largest = float(np.abs(array).max())
+        largest = float(np.abs(array[np.isfinite(array)]).max(initial=0.0))  # infinity, of a mask, it does hold
         if largest > np.finfo(np.float16).max:
             raise CaptureError(f"a weight has the value {largest:.3g}, which float16 does not hold")
         return numpy_helper.from_array(array.astype(np.float16), name)

@@ -48,7 +48,9 @@ class StaticQuantizer:
         signs, how = method.words
         cache = calibrate.ranges(program, how)
         model = onnx.load(equalize(program), load_external_data=False)
-        chosen = set(choose_operators(model)) - set(method.exclude)
+        unbounded = calibrate.find_unbounded(program)
+        masking = {node.name for node in model.graph.node if unbounded.intersection((*node.input, *node.output))}
+        chosen = set(choose_operators(model)) - set(method.exclude) - masking
         narrow = saturates(signed=signs == "s8s8")
         program.notes[method.kind] = NARROW if narrow else ""
         try:

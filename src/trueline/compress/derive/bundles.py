@@ -91,13 +91,13 @@ def _make_permanent(
     return path
 
 
-def find_checkpoint(bundle: Bundle, given: Location | None) -> str:
-    """The checkpoint that the bundle was captured from: `given`, or by the digest in the lineage, of a job whose folder
-    holds the bundle or of one in ./runs. Raises UsageError."""
-    if given is not None:
-        return str(given if not isinstance(given, Path) else given.absolute())
+def find_checkpoint(bundle: Bundle, named: Location | None, given: Path) -> str:
+    """The checkpoint that the bundle was captured from: `named`, or by the digest in the lineage, of a job whose folder
+    holds the bundle or of one in ./runs. `given`: the bundle's folder or packed file. Raises UsageError."""
+    if named is not None:
+        return str(named if not isinstance(named, Path) else named.absolute())
     digest = bundle.manifest.lineage.checkpoint_digest
-    for path in _checkpoints(bundle.path) if digest else ():
+    for path in _checkpoints(given) if digest else ():
         try:
             if checkpoints.read_manifest(path).get("digest") == digest:
                 return str(path.absolute())

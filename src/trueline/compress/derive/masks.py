@@ -58,10 +58,11 @@ def mask(model: nn.Module, amounts: Mapping[str, float]) -> nn.Module:
 
 def add_masks(model: nn.Module, amounts: Mapping[str, float], reached: float) -> list[MaskGroup]:
     """Gives `model` masks; `amounts` are shares by kind of layer (conv, linear, embedding), name of a module, or
-    `global`, for which all layers compete; `reached` of them is zero now. Returns the layers. Raises UsageError for a
-    name that chooses no layer."""
+    `global`, for which all layers compete; `reached` of them is zero now. A layer gets the share of the name that says
+    most about it: its own, its container's, its kind's, `global`. Returns the layers. Raises UsageError for a name that
+    chooses no layer."""
     groups = []
-    for name, amount in amounts.items():
+    for name, amount in sorted(amounts.items(), key=lambda item: _rank(item[0])):
         group = MaskGroup(choose_layers(model, name), amount, name == GLOBAL)
         for layer in group.layers:
             ones = torch.ones_like(layer.get_parameter("weight").detach())
@@ -69,6 +70,11 @@ def add_masks(model: nn.Module, amounts: Mapping[str, float], reached: float) ->
         groups.append(group)
     raise_masks(groups, reached)
     return groups
+
+
+def _rank(name: str) -> int:
+    """Small is specific."""
+    return 2 if name == GLOBAL else 1 if name in _KINDS else -name.count(".")
 
 
 def raise_masks(groups: Sequence[MaskGroup], reached: float) -> None:
@@ -142,7 +148,9 @@ def choose_layers(model: nn.Module, name: str) -> list[nn.Module]:
     found = [module for module in modules.values() if isinstance(module, kinds)] if kinds else []
     if not kinds and name in modules:
         found = [one for one in modules[name].modules() if isinstance(one, usual + _KINDS["embedding"])]
-    found = [one for one in found if not parametrize.is_parametrized(one, "weight")]
+    left = [one for one in found if not parametrize.is_parametrized(one, "weight")]
+    if found and not left:
+        raise UsageError(f"prune names '{name}', and each of its layers has a share by a more specific name")
     if not found:
         known = [*_KINDS, GLOBAL, *(key for key, one in modules.items() if key and isinstance(one, usual))]
         near = closest(name, known)
@@ -150,7 +158,7 @@ def choose_layers(model: nn.Module, name: str) -> list[nn.Module]:
             f"prune names '{name}', and the model has no such layer (has: {join_names(known[:12])})",
             hint=f"did you mean '{near}'?" if near else "",
         )
-    return found
+    return left
 
 
 def make_permanent(model: nn.Module) -> nn.Module:

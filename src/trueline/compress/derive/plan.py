@@ -118,6 +118,8 @@ def parse_amounts(text: str) -> dict[str, float]:
             raise UsageError(
                 f"prune is '{text}', and '{part}' is not LAYER=SHARE with a share between 0 and 1", hint=_HINT
             )
+        if name in amounts:
+            raise UsageError(f"prune is '{text}', which names '{name}' twice")
         amounts[name] = amount
     parts = [name for name in amounts if name in STRUCTURAL]
     if parts and len(parts) < len(amounts):

@@ -35,6 +35,11 @@ _COMPILED = re.compile(
 NAMED = 5
 HEAVY = frozenset({"Conv", "MatMul", "Gemm", "ConvTranspose", "LSTM", "GRU", "RNN", "Attention"})
 """Operators that compress is about, as a captured program has them."""
+WEIGHTED = HEAVY | {
+    "Gather", "BatchNormalization", "GroupNormalization", "InstanceNormalization", "LayerNormalization",
+    "RMSNormalization",
+}  # fmt: skip
+"""Operators whose constants are a model's weights."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -55,6 +55,8 @@ class Reference:
     batches: Sequence[RecordBatch]
     answers: Answers
     training: ProgramRecords
+    fingerprints: Mapping[str, str]
+    """Of the records, by mode: candidates that were judged by others do not count."""
     timed: Mapping[int, Any]
     """By batch size: inputs as the recipe gives them and as the program takes them."""
     model: torch.nn.Module
@@ -126,9 +128,11 @@ def open_reference(bundle: Bundle, recipe: Recipe, budget: Budget | None) -> Ref
             f"'{budget.metric}' of the parent is not finite for {int((~np.isfinite(answers.values)).sum())} records",
             hint="`trueline evaluate` shows the parent's metrics; a budget needs one number for each record",
         )
+    training = open_records(recipe, "training", signature)
     return Reference(
         bundle=bundle, recipe=recipe, metric=metric, budget=budget, session=session, batches=batches, answers=answers,
-        training=open_records(recipe, "training", signature), timed=timed, model=model,
+        training=training, fingerprints={one.mode: one.source.fingerprint() for one in (records, training)},
+        timed=timed, model=model,
     )  # fmt: skip
 
 
