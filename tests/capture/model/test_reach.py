@@ -6,11 +6,12 @@ from collections import OrderedDict
 from collections.abc import Iterator
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
 from trueline.capture.model.python_state import Memento, Recall
-from trueline.capture.model.reach import attributes
+from trueline.capture.model.reach import attributes, items_of
 
 
 class LazyMap(dict[str, Any]):
@@ -134,3 +135,27 @@ def test_an_assert_that_pytest_has_rewritten_does_not_reach_into_pytest() -> Non
     paths = [kept.path for kept in attributes(Asserts())]
     assert "Asserts.forward" in paths
     assert not [path for path in paths if "pytest" in path]
+
+
+class Unhashable:
+    """As a free size, while a model is traced."""
+
+    __hash__ = object.__hash__
+
+
+@pytest.mark.parametrize("kind", [dict, OrderedDict])
+def test_what_a_dict_keeps_is_read_without_hashing_its_keys(kind: type[dict], monkeypatch: pytest.MonkeyPatch) -> None:
+    keys = Unhashable(), Unhashable()
+    kept = kind([(keys[0], 1), (keys[1], 2), ("name", 3)])
+
+    def refuse(_: object) -> int:
+        raise TypeError("unhashable type")
+
+    monkeypatch.setattr(Unhashable, "__hash__", refuse)
+    assert items_of(kept) == [(keys[0], 1), (keys[1], 2), ("name", 3)]
+
+
+def test_an_ordered_dict_is_read_in_its_order() -> None:
+    kept = OrderedDict(a=1, b=2, c=3)
+    kept.move_to_end("a")
+    assert items_of(kept) == [("b", 2), ("c", 3), ("a", 1)]

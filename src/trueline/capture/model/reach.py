@@ -196,9 +196,15 @@ def _items(path: str, value: dict[Any, Any]) -> Iterator[KeptValue]:
 
 def items_of(value: dict[Any, Any]) -> list[tuple[Any, Any]]:
     """What a dict keeps. One of a class of its own may give something else: that of transformers' activations gives an
-    instance for each class that it keeps."""
-    keys = OrderedDict.__iter__(value) if isinstance(value, OrderedDict) else dict.__iter__(value)
-    return [(key, dict.__getitem__(value, key)) for key in keys]
+    instance for each class that it keeps. Keys are not hashed: while a model is traced, a free size may be one."""
+    items = list(dict.items(value))
+    if not isinstance(value, OrderedDict):
+        return items
+    kept = {id(key): one for key, one in items}
+    try:
+        return [(key, kept[id(key)]) for key in OrderedDict.__iter__(value)]
+    except TypeError:  # such a key has no hash, and so no place in the order
+        return items
 
 
 def elements_of(value: Any) -> list[Any]:
