@@ -76,7 +76,7 @@ def test_layers_in_int8_and_in_float32_alone_are_left_as_they_are(
         assert sum(node.op_type == "Sum" for node in made.graph.node) == bool(exclude)
 
 
-@pytest.mark.slow
+@pytest.mark.jobs
 def test_a_search_offers_the_program_without_the_layer_to_blame_and_seals_one_that_leaves_it_out(
     ruined: compressible.Compressible, tmp_path: Path
 ) -> None:

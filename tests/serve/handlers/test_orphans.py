@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 
 import httpx
@@ -52,6 +53,14 @@ def store(tmp_path: Path) -> Path:
     return folder
 
 
+def arguments_of(process: psutil.Process) -> list[str]:
+    """None of one that has ended since it was listed."""
+    try:
+        return process.cmdline()
+    except psutil.NoSuchProcess:
+        return []
+
+
 def started(tmp_path: Path, count: int) -> list[int]:
     file = tmp_path / "pids"
     return until(lambda: len(found := [int(one) for one in file.read_text().split()]) == count and found, "processes")
@@ -64,11 +73,12 @@ def left(temporary: Path) -> list[str]:
 def kill(running: RunningServer | subprocess.Popen[bytes], *, guards: bool) -> None:
     """SIGKILL to all processes of the server, and to their guards."""
     tree = [psutil.Process(running.pid), *psutil.Process(running.pid).children(recursive=True)]
-    guards_ = [one for one in tree if "-I" in one.cmdline()]
+    guards_ = [one for one in tree if "-I" in arguments_of(one)]
     assert guards_
     for one in tree if guards else [one for one in tree if one not in guards_]:
-        if one.name() != "sleep":
-            one.kill()
+        with suppress(psutil.NoSuchProcess):  # it ended with its parent
+            if one.name() != "sleep":
+                one.kill()
     psutil.wait_procs(tree, timeout=0)
 
 

@@ -14,6 +14,7 @@ import sys
 import weakref
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from types import (
     BuiltinFunctionType,
@@ -198,13 +199,10 @@ def items_of(value: dict[Any, Any]) -> list[tuple[Any, Any]]:
     """What a dict keeps. One of a class of its own may give something else: that of transformers' activations gives an
     instance for each class that it keeps. Keys are not hashed: while a model is traced, a free size may be one."""
     items = list(dict.items(value))
-    if not isinstance(value, OrderedDict):
-        return items
-    kept = {id(key): one for key, one in items}
-    try:
-        return [(key, kept[id(key)]) for key in OrderedDict.__iter__(value)]
-    except TypeError:  # such a key has no hash, and so no place in the order
-        return items
+    kept = {id(key): one for key, one in items} if isinstance(value, OrderedDict) else {}
+    with suppress(TypeError):  # a key without a hash has no place in the order
+        return [(key, kept[id(key)]) for key in OrderedDict.__iter__(value)] if kept else items
+    return items
 
 
 def elements_of(value: Any) -> list[Any]:
@@ -356,9 +354,7 @@ def _of_object(path: str, value: Any) -> Iterator[KeptValue]:
         for at, held in enumerate(gc.get_referents(value)):
             if not isinstance(held, type):
                 yield _inside(f"{path}.{at}", held)
-    elif isinstance(value, CellType):
-        return
-    else:
+    elif not isinstance(value, CellType):
         if isinstance(value, functools._lru_cache_wrapper):
             yield _inside(f"{path}.__wrapped__", value.__wrapped__)
         yield from _fields(path, value)
@@ -373,8 +369,7 @@ def is_iterator(value: Any) -> bool:
 
 def _fields(path: str, value: Any) -> Iterator[KeptValue]:
     """Its attributes, in a `__dict__` and in slots."""
-    held = getattr(value, "__dict__", None)
-    if isinstance(held, dict):
+    if isinstance(held := getattr(value, "__dict__", None), dict):
         for name, one in list(held.items()):
             if name != "__wrapped__" or not isinstance(value, functools._lru_cache_wrapper):
                 yield KeptValue(path=_join(path, str(name)), holder=held, name=name, value=one, kind="dict")
@@ -382,10 +377,9 @@ def _fields(path: str, value: Any) -> Iterator[KeptValue]:
         if kind.__module__ == "builtins" or "__slots__" not in vars(kind):
             continue
         for name, member in vars(kind).items():
-            if isinstance(member, MemberDescriptorType):
-                one = getattr(value, name, MISSING)
-                if one is not MISSING:
-                    yield KeptValue(path=f"{path}.{name}", holder=value, name=name, value=one, kind="attribute")
+            one = getattr(value, name, MISSING) if isinstance(member, MemberDescriptorType) else MISSING
+            if one is not MISSING:
+                yield KeptValue(path=f"{path}.{name}", holder=value, name=name, value=one, kind="attribute")
 
 
 @functools.cache
