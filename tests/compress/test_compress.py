@@ -24,16 +24,8 @@ from trueline.runtime.open import open_program, replay
 from worlds import compressible
 
 
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> compressible.Compressible:
-    return compressible.make(tmp_path_factory.mktemp("trained"))
-
-
 @pytest.fixture(autouse=True)
-def brief(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Times are measured for a moment only."""
-    monkeypatch.setattr(searching, "QUICK_S", 0.02)
-    monkeypatch.setattr(searching, "FULL_S", 0.05)
+def few_trials(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(refine, "TRIALS", 2)
 
 

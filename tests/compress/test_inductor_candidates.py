@@ -13,7 +13,6 @@ from torch import nn
 
 import trueline
 from trueline.bundle import open_bundle
-from trueline.compress import search as searching
 from trueline.compress.apply import inductor
 from trueline.compress.apply.contract import ParentProgram
 from trueline.compress.apply.inductor import InductorQuantizer
@@ -26,17 +25,6 @@ from trueline.runtime.torch_export import FILE
 from worlds import compressible
 
 METHOD = CompressMethod("inductor", ("static",))
-
-
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> compressible.Compressible:
-    return compressible.make(tmp_path_factory.mktemp("trained"))
-
-
-@pytest.fixture(autouse=True)
-def brief(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(searching, "QUICK_S", 0.02)
-    monkeypatch.setattr(searching, "FULL_S", 0.05)
 
 
 def test_no_search_tries_machine_code_by_itself(trained: compressible.Compressible, tmp_path: Path) -> None:

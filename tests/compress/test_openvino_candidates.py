@@ -19,17 +19,6 @@ from trueline.runtime.open import open_program, replay
 from worlds import compressible
 
 
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> compressible.Compressible:
-    return compressible.make(tmp_path_factory.mktemp("trained"))
-
-
-@pytest.fixture(autouse=True)
-def brief(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(searching, "QUICK_S", 0.02)
-    monkeypatch.setattr(searching, "FULL_S", 0.05)
-
-
 @pytest.mark.slow
 def test_a_program_for_openvino_is_sealed_in_its_format_and_proven_by_what_was_accepted(
     trained: compressible.Compressible, tmp_path: Path

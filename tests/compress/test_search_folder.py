@@ -31,17 +31,6 @@ with hold_folder(Path(sys.argv[1])):
 """
 
 
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> compressible.Compressible:
-    return compressible.make(tmp_path_factory.mktemp("trained"))
-
-
-@pytest.fixture(autouse=True)
-def brief(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(searching, "QUICK_S", 0.02)
-    monkeypatch.setattr(searching, "FULL_S", 0.05)
-
-
 def list_tried(events: pytest.MonkeyPatch) -> list[str]:
     """Names of the candidates that are tried from now on."""
     tried: list[str] = []

@@ -8,7 +8,6 @@ import pytest
 
 import trueline
 from trueline.compress import refine
-from trueline.compress import search as searching
 from trueline.compress.apply.contract import ParentProgram
 from trueline.compress.measure.reference import open_reference
 from trueline.compress.method import Budget, CompressMethod
@@ -17,15 +16,8 @@ from trueline.recipe.load import load_recipe
 from worlds import compressible, uneven
 
 
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> compressible.Compressible:
-    return compressible.make(tmp_path_factory.mktemp("trained"))
-
-
 @pytest.fixture(autouse=True)
-def brief(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(searching, "QUICK_S", 0.02)
-    monkeypatch.setattr(searching, "FULL_S", 0.05)
+def few_trials(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(refine, "TRIALS", 4)
 
 
