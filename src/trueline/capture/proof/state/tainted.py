@@ -62,7 +62,7 @@ def mark(value: Any, decisions: Decisions, within: Range = ANY) -> Any:
 
 
 def plain_of(value: Any) -> Any:
-    """The number that `value` stands for; what is no such number is returned as it is."""
+    """Python's own number for a marked one; returns any other value unchanged."""
     if isinstance(value, TaintedInt | TaintedFloat):
         return vars(value)["plain"]
     return value
