@@ -252,8 +252,9 @@ class Elastic(LoopView):
         if self._group.view.careful or not self._recovery.holds or not self._host_waits:
             return
         self._link.report_phase("reading")
+        self._replica.optimizer_step.prepare(self.steps)
         try:
-            self._step_reader.read_ahead(self.steps + 1)
+            self._doubts.look_ahead(*self._step_reader.read_ahead(self.steps + 1))
         except Exception as error:  # noqa: BLE001  the step reads it again and handles the error
             events.emit("read.ahead_failed", step=self.steps + 1, why=f"{type(error).__name__}: {error}")
         self._link.report_phase("waiting")

@@ -64,7 +64,7 @@ class LoopView:
     def _watch_generators(self) -> None:
         found = {} if self._replica.owned else list_generators(self._replica.model, places.list_caller_spaces)
         self._generators = OwnGenerators(found, moves=self._traits.reads.get("moved", ()))
-        if isinstance(self._reader, SeededReader):  # else processes read
+        if found and isinstance(self._reader, SeededReader):  # else processes read
             self._reader.around = self._generators.watch_reading
 
     def _refuse(self, step: int, what: str) -> bool:

@@ -8,15 +8,13 @@ import torch
 
 from trueline.data.source import Batch
 from trueline.train.step import features
-from trueline.train.step.contribution import StepBatch
 
 USUAL_INPUTS = torch.tensor([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]])
 USUAL_LABELS = torch.tensor([0, 1, 4])
 
 
-def step_batch(inputs: torch.Tensor, labels: torch.Tensor) -> StepBatch:
-    ids = np.arange(len(inputs), dtype=np.int64)
-    return StepBatch(inputs=inputs, labels=labels, records=ids, step=0, weight=1.0, last=True)
+def find_new(columns: list[features.Column], inputs: torch.Tensor, labels: torch.Tensor) -> features.News | None:
+    return features.find_new(columns, Batch(inputs, labels), len(inputs))
 
 
 def usual_columns() -> list[features.Column]:
@@ -34,7 +32,7 @@ def changed(values: torch.Tensor, place: tuple[int, ...], to: float) -> torch.Te
 def test_a_batch_like_those_that_were_looked_at_has_nothing_new() -> None:
     columns = usual_columns()
     assert {(number, kind) for number, kind, _ in columns} == {(0, "zeros"), (0, "nans"), (1, "lowest"), (1, "value")}
-    assert features.find_new(columns, step_batch(USUAL_INPUTS.flip(0) + 0.5, USUAL_LABELS.flip(0))) is None
+    assert find_new(columns, USUAL_INPUTS.flip(0) + 0.5, USUAL_LABELS.flip(0)) is None
 
 
 @pytest.mark.parametrize(
@@ -49,7 +47,7 @@ def test_a_batch_like_those_that_were_looked_at_has_nothing_new() -> None:
 def test_what_no_record_had_is_found_with_its_place(
     kind: str, values: list[float], inputs: torch.Tensor, labels: torch.Tensor
 ) -> None:
-    found = features.find_new(usual_columns(), step_batch(inputs, labels))
+    found = find_new(usual_columns(), inputs, labels)
     assert found is not None
     assert (found.column[1], found.places.tolist(), found.values) == (kind, [1], values)
 
@@ -60,10 +58,10 @@ def test_a_column_whose_one_value_is_not_zero_is_compared_with_it() -> None:
     looks.add(Batch(changed(USUAL_INPUTS, (slice(None), 0), 0.0), torch.full((3, 1), np.nan)), 3)
     columns = looks.columns()
     labels = torch.full((3, 1), np.nan)
-    assert features.find_new(columns, step_batch(changed(USUAL_INPUTS, (slice(None), 1), 0.0), labels)) is None
-    every = features.find_new(columns, step_batch(USUAL_INPUTS, labels))
+    assert find_new(columns, changed(USUAL_INPUTS, (slice(None), 1), 0.0), labels) is None
+    every = find_new(columns, USUAL_INPUTS, labels)
     assert every is not None
     two = changed(changed(USUAL_INPUTS, (slice(None), 0), 0.0), (2, 1), 0.0)
-    found = features.find_new(columns, step_batch(two, labels))
+    found = find_new(columns, two, labels)
     assert found is not None
     assert (found.column[1], found.places.tolist(), found.values) == ("zeros", [2], [2.0])

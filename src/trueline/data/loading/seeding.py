@@ -29,10 +29,20 @@ OTHERS, TRIES_APART = 2, 6
 
 def seed_all(*parts: int) -> None:
     """Seeds Python's, numpy's and torch's global generators from integers, by numpy's SeedSequence, which is stable."""
+    seed_each(*make_seeds(*parts))
+
+
+def make_seeds(*parts: int) -> tuple[int, int, int]:
+    """The seeds of Python's, numpy's and torch's global generators that `seed_all` makes of `parts`."""
     words = np.random.SeedSequence([part % 2**64 if part < 0 else part for part in parts]).generate_state(3)
-    random.seed(int(words[0]))
-    np.random.seed(int(words[1]))
-    _seed_torch(int(words[2]))
+    return int(words[0]), int(words[1]), int(words[2])
+
+
+def seed_each(pythons: int, numpys: int, torchs: int) -> None:
+    """Seeds Python's, numpy's and torch's global generators."""
+    random.seed(pythons)
+    np.random.seed(numpys)
+    _seed_torch(torchs)
 
 
 def _seed_torch(seed: int) -> None:
@@ -142,11 +152,13 @@ class SeededReader:
             return here[2]
         return self._read(indices, epoch=epoch)
 
-    def read_ahead(self, indices: Indices, *, epoch: int) -> None:
-        """Reads `indices` now, for a next `read` of exactly these. Raises DataError."""
-        if self._ahead is None:
-            self._here = None
-            self._here = epoch, indices, self._read(indices, epoch=epoch)
+    def read_ahead(self, indices: Indices, *, epoch: int) -> Batch | None:
+        """Reads `indices` now, for a next `read` of exactly these; None: it is not done ahead. Raises DataError."""
+        if self._ahead is not None:
+            return None
+        self._here = None
+        self._here = epoch, indices, self._read(indices, epoch=epoch)
+        return self._here[2]
 
     def _read(self, indices: Indices, *, epoch: int) -> Batch:
         with self.around():

@@ -93,8 +93,9 @@ class ReaderPool:
         if len(self._coming) < self.ahead and key not in self._coming and len(indices):
             self._ask(key, indices)
 
-    def read_ahead(self, indices: Indices, *, epoch: int) -> None:
-        """Nothing: the processes read ahead by themselves."""
+    def read_ahead(self, indices: Indices, *, epoch: int) -> Batch | None:
+        """None: the processes read ahead by themselves."""
+        return None
 
     def _ask(self, key: tuple[int, bytes], indices: Indices) -> None:
         reader = min(self._readers, key=lambda reader: len(reader.waiting))

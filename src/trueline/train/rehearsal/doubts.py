@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from trueline import events
+from trueline.data.source import Batch
 from trueline.errors import UsageError
 from trueline.train.rehearsal import fork
 from trueline.train.step import features
@@ -50,10 +51,22 @@ class Doubts:
         self._odd: list[int] = []
         self._new: features.News | None = None
         self._labels = 0
+        self._ahead: tuple[Batch, features.News | None] | None = None
+        """A batch that was read ahead, and what is new in it."""
+
+    def look_ahead(self, batch: Batch | None, records: int) -> None:
+        """Looks at the batch of the next step, if it was read ahead, while the worker waits for the sums of this one:
+        its `look` then takes no time."""
+        self._ahead = None if batch is None else (batch, features.find_new(self._columns, batch, records))
 
     def look(self, batch: StepBatch) -> bool:
         """Whether `batch` has records that are unlike all that were looked at: it is tried before its loss."""
-        self._new, self._odd = features.find_new(self._columns, batch), []
+        ahead, self._ahead, self._odd = self._ahead, None, []
+        known = ahead is not None and ahead[0].inputs is batch.inputs and ahead[0].labels is batch.labels
+        if ahead is not None and known:
+            self._new = ahead[1]
+        else:
+            self._new = features.find_new(self._columns, batch, len(batch.records))
         if self._new is not None:
             record = batch.records[self._new.places[0]]
             what = _WORDS[self._new.column[1]]
@@ -110,6 +123,7 @@ class Doubts:
         return np.concatenate([chosen, others])[:most]
 
     def _settle(self, traits: ModelTraits | None, step: int) -> None:
+        self._ahead = None  # the columns may change
         same = traits is not None and traits.form == self._found.form
         if traits is not None and (
             traits.reduction != self._how

@@ -12,6 +12,7 @@ import numpy as np
 
 from trueline.data.loading.seeding import SeededReader, generator_state, seed_all
 from trueline.data.loading.worker_pool import ReaderPool
+from trueline.data.source import Batch
 from trueline.errors import UsageError
 from trueline.train.step.group import WorkerGroup
 from trueline.train.step.ledger import StepAccount
@@ -122,9 +123,13 @@ class StepReader:
         for at, piece in coming:
             self.reader.prefetch(piece.records, epoch=self.plan.epoch_of(at))
 
-    def read_ahead(self, step: int) -> None:
-        """Reads the first batch of `step` now, unless a reader process does. Raises what the data set's code raises."""
+    def read_ahead(self, step: int) -> tuple[Batch | None, int]:
+        """Reads the first batch of `step` now, unless a reader process does; returns it and its number of records.
+        Raises what the data set's code raises."""
+        batch, count = None, 0
         if step < self.plan.total_steps and not self.reader.ahead:
             for piece in self.pieces(step)[:1]:
-                self.reader.read_ahead(piece.records, epoch=self.plan.epoch_of(step))
+                count = len(piece.records)
+                batch = self.reader.read_ahead(piece.records, epoch=self.plan.epoch_of(step))
         self.timer.end_reading_ahead()
+        return batch, count

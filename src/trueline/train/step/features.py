@@ -145,9 +145,9 @@ def _is_usual(rows: npt.NDArray[Any], kind: str, seen: list[float]) -> bool:
     return not np.isnan(rows).any() if kind == "nans" else bool(rows.min() >= 0)
 
 
-def find_new(columns: Sequence[Column], batch: StepBatch) -> News | None:
-    """The first column in which records of `batch` are something new."""
-    rows = dict(_rows(batch, len(batch.records))) if columns else {}
+def find_new(columns: Sequence[Column], batch: Batch | StepBatch, count: int) -> News | None:
+    """The first column in which some of the `count` records of `batch` are something new."""
+    rows = dict(_rows(batch, count)) if columns else {}
     for column in columns:
         number, kind, seen = column
         if number in rows and not _is_usual(rows[number], kind, seen):

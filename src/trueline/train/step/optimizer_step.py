@@ -16,7 +16,7 @@ import torch
 from torch.optim.lr_scheduler import ChainedScheduler, OneCycleLR, ReduceLROnPlateau
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
-from trueline.data.loading.seeding import seed_all
+from trueline.data.loading.seeding import make_seeds, seed_each
 from trueline.errors import TrainError, UsageError, join_names
 from trueline.train.devices import is_lost
 from trueline.train.step.joint import check_closure
@@ -43,6 +43,8 @@ class OptimizerStep:
         job's; what the optimizer draws follows from it and the step, so that all members draw the same."""
         self.model, self.optimizer, self.scheduler, self.options = model, optimizer, scheduler, options
         self.owned, self._seed = owned, seed
+        self._seeds = 0, make_seeds(seed, 0, OPTIMIZER)
+        """Steps before, and the seeds of the next one."""
         self.settings = OptimizerSettings(optimizer, shared=not owned)
         self._parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         device = self._parameters[0].device.type if self._parameters else "cpu"
@@ -69,6 +71,11 @@ class OptimizerStep:
             self.optimizer.zero_grad(set_to_none=True)
         for parameter in self._parameters:
             parameter.grad = None
+
+    def prepare(self, steps: int) -> None:
+        """Makes the seeds of the step after `steps`, while the worker waits for its gradients."""
+        if self._seeds[0] != steps:
+            self._seeds = steps, make_seeds(self._seed, steps, OPTIMIZER)
 
     def apply(self, measured: float | None = None, *, steps: int = 0) -> bool:
         """Applies the gradients in place; False if they overflowed, so that only the scale has changed.
@@ -101,7 +108,8 @@ class OptimizerStep:
 
     def _step_all(self, steps: int, undo: Callable[[], None]) -> bool:
         """Steps the optimizer, and then the schedule and the averages."""
-        seed_all(self._seed, steps, OPTIMIZER)
+        self.prepare(steps)
+        seed_each(*self._seeds[1])
         if not self._step_optimizer(steps):
             undo()
             return False
