@@ -461,10 +461,12 @@ def test_a_loss_that_is_no_number_for_a_peers_sake_is_the_peers_to_explain(monke
 def test_what_is_read_ahead_is_the_part_of_the_next_step(monkeypatch):
     job, _ = job_of(monkeypatch)
     ahead, read = [], job._reader.read_ahead
-    job._reader.read_ahead = lambda records, *, epoch: (
-        ahead.append((records.tolist(), epoch)),
-        read(records, epoch=epoch),
-    )
+
+    def watched(records, *, epoch):
+        ahead.append((records.tolist(), epoch))
+        return read(records, epoch=epoch)
+
+    job._reader.read_ahead = watched
     given = trained(job)
     assert ahead == [(records, step // STEPS) for step, records in given[1:]]
 
