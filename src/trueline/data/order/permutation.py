@@ -41,11 +41,12 @@ def record_at(positions: npt.ArrayLike, *, seed: int, epoch: int, num_records: i
     for part in (seed, epoch, num_records):
         state = _splitmix(state ^ (part & _MASK))
     keys = tuple(_splitmix(state + index) for index in range(_ROUNDS))
-    records = _feistel(flat, keys, bits)
+    tables = _tables(keys, bits) if bits <= _TABLED_BITS and len(flat) >= 1 << bits // 2 else None
+    records = _feistel(flat, keys, bits, tables)
     outside = np.flatnonzero(records >= num_records)
     while outside.size:
-        records[outside] = _feistel(records[outside], keys, bits)
-        outside = outside[records[outside] >= num_records]
+        records[outside] = again = _feistel(records[outside], keys, bits, tables)
+        outside = outside[again >= num_records]
     return records.astype(np.int64).reshape(np.shape(positions))
 
 
@@ -144,13 +145,13 @@ def _splitmix_many(values: UInt64s) -> UInt64s:
     return values ^ (values >> np.uint64(31))
 
 
-def _feistel(values: UInt64s, keys: tuple[int, ...], bits: int) -> UInt64s:
-    """A keyed bijection of [0, 2**bits): each round mixes one half into the other."""
+def _feistel(values: UInt64s, keys: tuple[int, ...], bits: int, tables: list[Indices] | None) -> UInt64s:
+    """A keyed bijection of [0, 2**bits): each round mixes one half into the other. `tables`: see `_tables`."""
     low_bits = bits // 2
     high, low = values >> np.uint64(low_bits), values & np.uint64((1 << low_bits) - 1)
-    if bits <= _TABLED_BITS and len(values) >= 1 << low_bits:
+    if tables is not None:
         above, below = high.view(np.int64), low.view(np.int64)
-        for index, table in enumerate(_tables(keys, bits)):
+        for index, table in enumerate(tables):
             if index % 2:
                 below = below ^ table.take(above)
             else:
