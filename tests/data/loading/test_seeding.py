@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from trueline.data.loading import seeding
-from trueline.data.loading.seeding import SeededReader, generator_state, seed_all
+from trueline.data.loading.seeding import SeededReader, seed_all
 from trueline.data.order.record_orders import WeightedOrder
 from trueline.data.source import Batch
 from trueline.data.sources.mixture import SampledDataset, SampledSource
@@ -156,19 +155,3 @@ def test_numbers_that_are_drawn_once_for_all_records_are_no_draws_of_each() -> N
     first, again = (read(reader, 3, 4, 5) for _ in range(2))
     assert first == again
     assert not reader.drawing
-
-
-@pytest.mark.parametrize("in_place", [True, False], ids=["read in place", "by getstate"])
-@pytest.mark.parametrize("count", [1, 623, 624, 2 * 624])
-def test_any_number_of_draws_from_pythons_generator_is_seen(
-    count: int, in_place: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(seeding, "_IN_PLACE", in_place and seeding._IN_PLACE)
-    random.seed(3)
-    before = generator_state()
-    assert generator_state() == before
-    for _ in range(count):
-        random.getrandbits(32)  # one word: after 624 of them the position is the same again
-    assert generator_state() != before
-    random.seed(3)
-    assert generator_state() == before

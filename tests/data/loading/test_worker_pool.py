@@ -19,7 +19,8 @@ import torch
 from fsspec.implementations.memory import MemoryFileSystem
 from torch.utils.data import Dataset
 
-from trueline.data.loading.seeding import SeededReader, generator_state, preserve_generators
+from trueline.data.loading.random_state import generator_state
+from trueline.data.loading.seeding import SeededReader, preserve_generators
 from trueline.data.loading.worker_pool import ReaderLost, ReaderPool, make_reader
 from trueline.data.open import as_source
 from trueline.data.source import Batch

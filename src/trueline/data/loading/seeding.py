@@ -7,21 +7,17 @@ generators are not detected.
 
 from __future__ import annotations
 
-import ctypes
-import platform
 import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
+from trueline.data.loading.random_state import cuda_states, generator_state
 from trueline.data.order.permutation import Indices
 from trueline.data.source import Batch, CollatesBatches, Ordered, Prefetching, Source
 from trueline.errors import DataError, UsageError
-
-if TYPE_CHECKING:
-    import torch
 
 OTHERS, TRIES_APART = 2, 6
 """Records beside the first one in a batch in which mixing shows, and how often random mixing is looked for."""
@@ -55,63 +51,12 @@ def _seed_torch(seed: int) -> None:
         torch.default_generator.manual_seed(seed)
 
 
-def generator_state() -> tuple[Any, ...]:
-    """Equal states mean that nothing was drawn in between."""
-    import torch
-
-    states = (torch.get_rng_state(), *_on_cuda())
-    return _python_state(), _numpy_state(), *(state.numpy().tobytes() for state in states)
-
-
-def _on_cuda() -> list[torch.Tensor]:
-    """The state of the generator of the current CUDA device, where this process uses one."""
-    import torch
-
-    used = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-    return [torch.cuda.get_rng_state()] if used else []
-
-
-def _lies_in_place() -> bool:
-    """Whether a `random.Random` holds position and words of its Mersenne twister behind its header, as in CPython."""
-    twister = random.Random(7)
-    if type(twister).__basicsize__ < object.__basicsize__ + 625 * 4:
-        return False
-    twister.random()
-    state: tuple[int, ...] = twister.getstate()[1]
-    return _read_twister(twister) == (state[0], state[624])
-
-
-def _read_twister(generator: random.Random) -> tuple[int, int]:
-    address = id(generator) + object.__basicsize__
-    return ctypes.c_uint32.from_address(address + 4).value, ctypes.c_int32.from_address(address).value
-
-
-_IN_PLACE = platform.python_implementation() == "CPython" and _lies_in_place()
-_PYTHON: random.Random = random.seed.__self__  # type: ignore[attr-defined]
-"""What the functions of the module `random` draw from."""
-
-
-def _python_state() -> tuple[int, ...]:
-    """As `_numpy_state`, of Python's: getstate makes 625 objects."""
-    return _read_twister(_PYTHON) if _IN_PLACE else _PYTHON.getstate()[1]
-
-
-def _numpy_state() -> tuple[int, int]:
-    """First word and position of numpy's Mersenne twister, read in place: get_state takes 20 us. The words change when
-    the position starts again, so the pair changes with every draw."""
-    generator = np.random.mtrand._rand._bit_generator
-    if type(generator) is not np.random.MT19937:  # set_bit_generator was called
-        return hash(str(generator.state)), 0
-    address = generator.ctypes.state_address
-    return ctypes.c_uint32.from_address(address).value, ctypes.c_int32.from_address(address + 624 * 4).value
-
-
 @contextmanager
 def preserve_generators() -> Iterator[None]:
     """Restores the generators after the block."""
     import torch
 
-    ours, theirs, torchs, cudas = random.getstate(), np.random.get_state(), torch.get_rng_state(), _on_cuda()
+    ours, theirs, torchs, cudas = random.getstate(), np.random.get_state(), torch.get_rng_state(), cuda_states()
     try:
         yield
     finally:

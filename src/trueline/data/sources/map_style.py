@@ -13,7 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from trueline.data.loading.seeding import generator_state, seed_generators
+from trueline.data.loading.random_state import generator_state
+from trueline.data.loading.seeding import seed_generators
 from trueline.data.order.permutation import Indices
 from trueline.data.source import Batch, Mode, Unit, check_indices
 from trueline.errors import DataError, UsageError

@@ -10,7 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from trueline.data.loading.seeding import SeededReader, generator_state, seed_all
+from trueline.data.loading.random_state import generator_state
+from trueline.data.loading.seeding import SeededReader, seed_all
 from trueline.data.loading.worker_pool import ReaderPool
 from trueline.data.source import Batch
 from trueline.errors import UsageError

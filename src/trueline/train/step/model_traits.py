@@ -17,6 +17,7 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from trueline import events
 from trueline.data.loading import seeding
+from trueline.data.loading.random_state import generator_state
 from trueline.errors import UsageError, join_names
 
 TRY_S, TRIES = 0.1, 5
@@ -72,10 +73,10 @@ def try_forward(model: torch.nn.Module, forward: Callable[[], object], records: 
     nature = read_traits(model)
     with restore_buffers(model):
         with seeding.preserve_generators():
-            before = seeding.generator_state()
+            before = generator_state()
             with torch.no_grad():
                 forward()
-            moved = seeding.generator_state() != before
+            moved = generator_state() != before
         rate = _rate(forward, records)
     return ModelTraits(draws=nature.draws or moved, neighbours=nature.neighbours, rate=rate)
 

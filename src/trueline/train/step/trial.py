@@ -24,8 +24,8 @@ import numpy as np
 import torch
 
 from trueline import events
-from trueline.data.loading import seeding
-from trueline.data.loading.seeding import SeededReader
+from trueline.data.loading.random_state import generator_state
+from trueline.data.loading.seeding import SeededReader, preserve_generators, seed_all
 from trueline.data.loading.worker_pool import ReaderClient, ReaderPool
 from trueline.engine.contract import parse_ref
 from trueline.errors import UsageError, join_names
@@ -128,7 +128,7 @@ class LossTrial:
         """Raises UsageError for a loop that no seed makes repeatable, and for a loss that is not made of its parts."""
         trial = self.inputs
         eager = torch.compiler.set_stance("force_eager") if dynamo.is_loaded() else nullcontext()
-        with seeding.preserve_generators(), eager:
+        with preserve_generators(), eager:
             for attempt in range(self.earlier, self.earlier + ATTEMPTS):
                 ids = self._choose(attempt)
                 yield from self._twice(ids[:FEW])
@@ -268,8 +268,8 @@ class LossTrial:
             kinds = (model_traits.buffer_slots(trial.model, persistent=kind) for kind in (True, False))
             slots = [(slot, slot.value.clone()) for kind in kinds for slot in kind]
             with model_traits.restore_buffers(trial.model):
-                seeding.seed_all(trial.seed, 0, seed)
-                before, self.taken = seeding.generator_state(), False
+                seed_all(trial.seed, 0, seed)
+                before, self.taken = generator_state(), False
                 watched.begin()
                 began = time.monotonic()
                 yield StepBatch(inputs=batch.inputs, labels=batch.labels, records=ids, weight=1.0, trial=True,
@@ -281,9 +281,9 @@ class LossTrial:
             self.bounds.append(watched.bounds)
             self._changes.append({name: change for name, change in changes.items() if change.any()})
             self._buffers.update(self._changes[-1])
-            here = seeding.generator_state()[:2] != before[:2]  # Python's and numpy's, of single numbers
+            here = generator_state()[:2] != before[:2]  # Python's and numpy's, of single numbers
             self._tosses = self._tosses or watched.tosses or here
-            self._draws = self._draws or watched.draws or here or seeding.generator_state() != before
+            self._draws = self._draws or watched.draws or here or generator_state() != before
             self._half, self._single = self._half or watched.half, self._single or watched.single
             self._expect_unchanged()
         finally:  # also after a record that code of the loop refuses: another trial follows
