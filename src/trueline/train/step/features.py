@@ -142,7 +142,8 @@ def _is_usual(rows: npt.NDArray[Any], kind: str, seen: list[float]) -> bool:
         return False
     if kind == "zeros":
         return bool(rows.all())
-    return not np.isnan(rows).any() if kind == "nans" else bool(rows.min() >= 0)
+    least = rows.min()  # NaN if any number is
+    return not np.isnan(least) if kind == "nans" else bool(least >= 0)
 
 
 def find_new(columns: Sequence[Column], batch: Batch | StepBatch, count: int) -> News | None:
