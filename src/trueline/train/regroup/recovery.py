@@ -39,6 +39,7 @@ class Recovery:
         self._offer = state_transfer.Offer()
         self.address = self._offer.address
         self.has_state = False  # this worker has a state, of any step
+        self._parameter_bytes = sum(value.nbytes for value in replica.model.parameters())
         self.observed = 0  # steps that the group has applied while this worker observes
         self._fetch: state_transfer.Fetch | None = None
         self._room: state_transfer.Room | None = None
@@ -89,7 +90,7 @@ class Recovery:
         """Whether to stream the state, from what all members know: the parameters, with two optimizer values each."""
         if self._replica.options.find_unused_parameters:
             return False  # an observer cannot tell which parameters the others left out
-        return 3 * sum(value.nbytes for value in self._replica.model.parameters()) > state_transfer.STREAM_BYTES
+        return 3 * self._parameter_bytes > state_transfer.STREAM_BYTES
 
     def _is_brief(self, behind: list[bool]) -> bool:
         """Whether the only member with the state sends it in less time than it computes a step alone.
