@@ -89,7 +89,8 @@ def list_copies(model: torch.nn.Module) -> dict[str, Copy]:
     """What may hold weights beside `model`, as far as Python's collector knows it: other modules, and dicts and lists
     with at least the shapes of the model's trainable parameters. In a fork whose objects are frozen, new ones alone."""
     own, known = {id(module) for module in model.modules()}, gc.get_objects()
-    others = [one for one in known if issubclass(type(one), torch.nn.Module) and "_parameters" in one.__dict__]
+    kinds = {kind for kind in set(map(type, known)) if issubclass(kind, torch.nn.Module)}  # few, of a million objects
+    others = [one for one in known if type(one) in kinds and "_parameters" in one.__dict__]
     inner = {id(part) for one in others for part in one._modules.values()}
     ours = {id(value) for value in (*model.parameters(), *model.buffers())}
     shapes = _shapes(model)
@@ -99,7 +100,8 @@ def list_copies(model: torch.nn.Module) -> dict[str, Copy]:
         for one in others
         if id(one) not in own | inner
     }  # fmt: skip
-    rooms = [one for one in known if _is_room(one, shapes) and _holds(one, shapes, ours)]
+    found_rooms = [one for one in known if type(one) in _ROOMS]
+    rooms = [one for one in found_rooms if _is_room(one, shapes) and _holds(one, shapes, ours)]
     copies = [Copy("a copy of the weights", partial(_values, room), partial(_values, room)) for room in rooms]
     return found | dict(zip(map(str, map(id, rooms)), copies, strict=True))
 

@@ -154,8 +154,11 @@ def _list_items(room: Any) -> Iterator[tuple[Any, Any, Callable[[Any], None]]]:
 
 
 def _read_slots(room: Any) -> dict[str, Any]:
-    members = inspect.getmembers_static(type(room), inspect.ismemberdescriptor)
-    return {name: getattr(room, name) for name, _ in members if not name.startswith("__") and hasattr(room, name)}
+    known: dict[str, Any] = {}
+    for kind in reversed(type(room).__mro__):
+        known |= vars(kind)
+    slots = [name for name, member in known.items() if inspect.ismemberdescriptor(member) and not name.startswith("__")]
+    return {name: getattr(room, name) for name in sorted(slots) if hasattr(room, name)}
 
 
 def _list_enclosed(function: FunctionType) -> Iterator[tuple[Any, Any, Callable[[Any], None]]]:
