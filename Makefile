@@ -76,7 +76,7 @@ MARKED = $$(grep -rl --include='test_*.py' 'mark\.$(1)' tests)
 LONG = $$(grep -rlE --include='test_*.py' 'mark\.long|few\(' tests)
 
 suite-line: $(STAMP)
-	$(BIN)/python -m pytest -o cache_dir=$(CACHE)/$@ -m 'line and not long' $(call MARKED,line)
+	$(BIN)/python -m pytest -o cache_dir=$(CACHE)/$@ -m 'line and not long and not jobs' $(call MARKED,line)
 
 suite-train: $(STAMP)
 	$(BIN)/python -m pytest -o cache_dir=$(CACHE)/$@ $(TRAIN)
