@@ -12,6 +12,7 @@ from onnx import helper
 from torch import nn
 
 from trueline.bundle import Bundle, Dim, Golden, Signature
+from trueline.recipe.contract import Recipe
 from worlds.bundles import bundle, graph, spec
 
 RECIPE = """
@@ -51,6 +52,8 @@ def dataset(mode):
 def metrics():
     return {"accuracy": lambda outputs, labels: (outputs.argmax(dim=1) == labels).float()}
 """
+_trained: dict[tuple[str, int], dict[str, torch.Tensor]] = {}
+"""Weights by recipe and steps, which a run of tests trains once."""
 BRIEF_RECIPE = RECIPE.replace('name = "drawn"', 'name = "drawn"\nepochs = 1')
 
 
@@ -71,6 +74,16 @@ def make(folder: Path, *, recipe: str = RECIPE, steps: int = 60) -> Compressible
     loaded = load_recipe(file)
     torch.manual_seed(0)
     module = loaded.model()
+    known = _trained.get((recipe, steps))
+    if known is None:
+        _train(module, loaded, steps)
+        _trained[recipe, steps] = {name: value.clone() for name, value in module.state_dict().items()}
+    else:
+        module.load_state_dict(known)
+    return Compressible(seal(module.eval(), folder / "drawn.bundle", loaded.digest), file, module)
+
+
+def _train(module: nn.Module, loaded: Recipe, steps: int) -> None:
     optimizer = loaded.optimizer(module.parameters())
     images, labels = loaded.dataset("training").tensors
     for step in range(steps):
@@ -78,7 +91,6 @@ def make(folder: Path, *, recipe: str = RECIPE, steps: int = 60) -> Compressible
         optimizer.zero_grad()
         loaded.loss(module(images[chosen]), labels[chosen]).backward()
         optimizer.step()
-    return Compressible(seal(module.eval(), folder / "drawn.bundle", loaded.digest), file, module)
 
 
 def seal(module: nn.Sequential, out: Path, recipe_digest: str) -> Bundle:

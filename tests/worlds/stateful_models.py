@@ -1230,7 +1230,7 @@ class SimpleQueue(Tardy):
 @guilty
 class IteratorOfADict(Tardy):
     def start(self) -> None:
-        self.turns = iter(dict.fromkeys(range(20_000)))
+        self.turns = iter(dict.fromkeys(range(7_000)))
 
     def more(self) -> Any:
         return next(self.turns)

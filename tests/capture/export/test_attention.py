@@ -185,7 +185,7 @@ class Encoder(nn.Module):
 class Decoder(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.TransformerDecoder(nn.TransformerDecoderLayer(16, 4, 32, batch_first=True), 2)
+        self.layers = nn.TransformerDecoder(nn.TransformerDecoderLayer(16, 4, 32, batch_first=True), 1)
 
     def forward(self, x: Tensor, memory: Tensor) -> Tensor:
         found: Tensor = self.layers(x, memory)
@@ -196,7 +196,7 @@ class Decoder(nn.Module):
     ("make", "attentions"),
     [
         pytest.param(Encoder, 3, id="encoder", marks=pytest.mark.jobs),
-        pytest.param(Decoder, 4, id="decoder with cross-attention"),
+        pytest.param(Decoder, 2, id="decoder with cross-attention"),
     ],
 )
 def test_an_attention_layer_moves_four_tensors_and_takes_nothing_apart(
