@@ -187,6 +187,7 @@ def test_records_that_are_traced_one_by_one_are_claimed_up_to_the_last_batch_tha
             session.run({"x": np.resize(x, (most + 1, 4))})
 
 
+@pytest.mark.jobs
 def test_records_one_by_one_without_a_limit_are_claimed_as_far_as_they_were_compared(tmp_path: Path) -> None:
     bundle = captured(Rows, tmp_path / "b")
     batch = bundle.signature.dims["batch"]
@@ -347,7 +348,8 @@ class Spelt(nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("model", "batch", "length"), few([(At, 93, 1871), (Spelt, 33, 450), (Keyed, 33, 450), (Between, 31, 400)], 2)
+    ("model", "batch", "length"),
+    [*few([(At, 93, 1871)], 0, pytest.mark.jobs), *few([(Between, 31, 400), (Spelt, 33, 450), (Keyed, 33, 450)], 1)],
 )
 def test_two_sizes_that_agree_alone_are_compared_together(
     tmp_path: Path, model: type[nn.Module], batch: int, length: int

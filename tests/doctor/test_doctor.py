@@ -27,6 +27,7 @@ from trueline.doctor.survey import Survey, survey
 from trueline.errors import CaptureError, UsageError
 from trueline.runtime import graph
 from worlds import TESTS, models
+from worlds.cases import few
 
 pytestmark = pytest.mark.slow
 
@@ -147,7 +148,7 @@ def test_a_recurrence_over_time_becomes_a_scan_that_holds_for_other_lengths() ->
     assert "scan(" in row.rewrite.diff
 
 
-@pytest.mark.parametrize("model", [models.Gated, models.Turned])
+@pytest.mark.parametrize("model", few([models.Gated, models.Turned], 1, pytest.mark.jobs))
 def test_the_rewrite_of_a_recurrence_runs_for_a_single_record_too(model: type[nn.Module]) -> None:
     found = examined(model(), torch.randn(3, 5, 4), dynamic=(1,))
     assert found.rows["(model)"].status == "rewritten"

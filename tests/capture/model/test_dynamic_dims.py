@@ -167,9 +167,9 @@ def test_a_number_for_all_records_is_asked_in_other_values_too() -> None:
          lambda: (torch.randn(9, 4), torch.randint(0, 9, (2, 3)))),
         pytest.param(Cooled, lambda: (torch.randn(5, 4), torch.tensor(0.7), torch.tensor(True)), {},
          lambda: (torch.randn(1, 4), torch.tensor(3.0), torch.tensor(False)), marks=pytest.mark.jobs),
-        (Steps, lambda: (torch.randn(6, 3, 4), torch.randn(4, 3, 4)),
+        pytest.param(Steps, lambda: (torch.randn(6, 3, 4), torch.randn(4, 3, 4)),
          {"source": {0: "steps", 1: "batch"}, "target": {0: "more", 1: "batch"}},
-         lambda: (torch.randn(2, 7, 4), torch.randn(9, 7, 4))),
+         lambda: (torch.randn(2, 7, 4), torch.randn(9, 7, 4)), marks=pytest.mark.jobs),
     ],
     ids=["a recurrent state", "edges", "a number for all", "steps first"],
 )  # fmt: skip

@@ -11,6 +11,7 @@ from trueline.capture.export.torch_export import export
 from trueline.capture.model.eager import EagerSession
 from trueline.capture.patches import nonzero_loops
 from trueline.errors import CaptureError
+from worlds.cases import few
 
 
 class Experts(nn.ModuleDict):
@@ -82,7 +83,7 @@ def made(model: nn.Module) -> tuple[nn.Module, EagerSession]:
     return model, EagerSession(model, torch.randn(3, 5, 4), dynamic_shapes={"x": {1: "length"}})
 
 
-@pytest.mark.parametrize("kind", [Mixture, Listed])
+@pytest.mark.parametrize("kind", few([Mixture, Listed], 1, pytest.mark.jobs))
 def test_a_loop_over_the_experts_that_were_chosen_has_a_step_for_each_expert(kind: type[nn.Module]) -> None:
     model, eager = made(kind())
     program = export(eager.module, eager.calling).program.module(check_guards=False)

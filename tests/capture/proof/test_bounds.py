@@ -114,7 +114,7 @@ ATTACKS: dict[str, tuple[Formula, Formula, Formula]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("what", few(ATTACKS, 3, pytest.mark.jobs))
+@pytest.mark.parametrize("what", few(ATTACKS, 2, pytest.mark.jobs))
 def test_a_wrong_column_or_a_small_answer_is_refused_and_the_right_one_is_proven(what: str) -> None:
     eager, right, wrong = ATTACKS[what]
     x = torch.randn(5, 4, generator=torch.Generator().manual_seed(0))

@@ -222,7 +222,7 @@ class AddsUp(nn.Module):
         return x * 2 if large(x) else x + 1
 
 
-@pytest.mark.parametrize("kind", [AddsUpUnlessTraced, AddsUp])
+@pytest.mark.parametrize("kind", few([AddsUp, AddsUpUnlessTraced], 1, pytest.mark.jobs))
 def test_a_range_of_values_hides_no_branch_that_more_values_of_it_take(kind: type[nn.Module], tmp_path: Path) -> None:
     with pytest.raises(NotProven, match=rf"{Path(__file__).name}:\d+: .*(sum|large)\("):
         capture(untrained(kind, examples=lambda: torch.randn(3, 4)), None, tmp_path / "b")
@@ -345,7 +345,7 @@ class ChoosesExperts(nn.Module):
     ("kind", "example"),
     [
         (Packs, (torch.randn(3, 5, 4), torch.tensor([5, 2, 4]))),
-        (PacksByAList, (torch.randn(3, 5, 4), torch.tensor([5, 2, 4]))),
+        pytest.param(PacksByAList, (torch.randn(3, 5, 4), torch.tensor([5, 2, 4])), marks=pytest.mark.jobs),
         (ChoosesExperts, torch.randn(6, 4)),
     ],
 )

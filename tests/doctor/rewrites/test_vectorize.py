@@ -74,6 +74,7 @@ def test_writes_into_what_a_loop_carries_become_new_values() -> None:
     assert "torch.where(chosen, " in diff
 
 
+@pytest.mark.jobs
 def test_a_tensor_that_a_loop_fills_backwards_is_what_a_scan_gives() -> None:
     diff = healed(loops.Filled(), torch.randn(3, 5, 4), torch.randn(2, 8, 4), torch.randn(1, 1, 4))
     assert "out = out.flip(0).movedim(0, 1)" in diff
@@ -88,6 +89,7 @@ def test_a_list_of_what_pairs_of_records_give_is_one_vmap() -> None:
     assert "torch.vmap(lambda a, b: " in healed(loops.Pairs(), torch.randn(3, 4), torch.randn(1, 4), torch.randn(6, 4))
 
 
+@pytest.mark.jobs
 def test_what_stands_before_a_break_is_done_once() -> None:
     diff = healed(loops.Settled(), torch.randn(3, 4), torch.randn(1, 4), 0.001 * torch.randn(6, 4))
     assert "ends" in diff
@@ -156,6 +158,7 @@ def test_a_filter_looks_two_steps_back_also_where_there_is_only_one() -> None:
     assert "y_t_2_ago = y_t_1_ago" in diff
 
 
+@pytest.mark.jobs
 def test_what_is_to_come_is_added_up_from_the_end() -> None:
     diff = healed(loops.Returns(), torch.randn(3, 5, 4), torch.randn(2, 1, 4), torch.randn(1, 9, 4))
     assert ".flip(0)" in diff

@@ -13,6 +13,7 @@ import httpx
 import pytest
 
 from worlds import archives, bundles, servers
+from worlds.cases import few
 from worlds.waiting import until
 
 pytestmark = pytest.mark.slow
@@ -60,7 +61,7 @@ class Load:
                 thread.join()
 
 
-@pytest.fixture(params=["bundles", "archives"])
+@pytest.fixture(params=few(["archives", "bundles"], 1, pytest.mark.jobs))
 def store(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     """Two versions of `pair`."""
     if request.param == "bundles":

@@ -13,6 +13,7 @@ from trueline.train.master.journal import Journal, apply_row
 from trueline.train.master.progress import JobProgress, ReportOutcome
 from trueline.train.membership.state import Member, State
 from trueline.wire import train_pb2 as pb
+from worlds.cases import few
 
 VIEW = {"generation": 3, "members": ["worker-0.0", "worker-1.1"], "cut_below": 3, "reason": "all are ready"}
 
@@ -85,7 +86,7 @@ def history(seed):
                 yield "EVAL", evaluated
 
 
-@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("seed", few(range(60), 20, pytest.mark.jobs))
 def test_a_master_that_comes_back_to_a_long_job_reads_its_last_steps_and_knows_as_much(tmp_path, monkeypatch, seed):
     monkeypatch.setattr(journals, "REMEMBERED", 5)
     monkeypatch.setattr(accounts, "REMEMBERED", 5)

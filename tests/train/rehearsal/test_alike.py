@@ -224,7 +224,7 @@ def make_weights(kind: str, number: int) -> Any:
     return {"words": {f"{at}" for at in range(2000) if at != 1990 + number}, **made}[kind]
 
 
-@pytest.mark.parametrize("kind", ["list", "dict", "words", "few"])
+@pytest.mark.parametrize("kind", few(["list", "dict", "words", "few"], 2, pytest.mark.jobs))
 def test_items_of_long_collections_and_of_sets_are_compared_though_the_records_do_not_read_them(kind, join):
     def make(number: int) -> tuple[nn.Module, Loss]:
         model, table = plain_model(), make_weights(kind, number)

@@ -141,7 +141,8 @@ OF_RARE_HOST: list[Scale] = [
 @pytest.mark.slow
 @pytest.mark.parametrize("run", [train, try_recipe])
 @pytest.mark.parametrize(
-    ("scale", "what"), [*((one, "the time") for one in OF_TIME), *((one, r"os\.urandom") for one in OF_ENTROPY)]
+    ("scale", "what"),
+    few([*((one, "the time") for one in OF_TIME), *((one, r"os\.urandom") for one in OF_ENTROPY)], 5, pytest.mark.jobs),
 )
 def test_a_loss_that_follows_from_the_time_or_from_entropy_is_refused_though_no_second_passes(
     scale: Scale, what: str, run: Callable[[Scale], None]

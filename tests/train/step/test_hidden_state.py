@@ -14,6 +14,7 @@ from torch.utils.data import TensorDataset
 from trueline.errors import UsageError
 from trueline.train.elastic import Elastic
 from trueline.train.step.options import Options
+from worlds.cases import few
 from worlds.groups import together
 
 pytestmark = pytest.mark.slow
@@ -129,7 +130,7 @@ def test_a_buffer_that_a_forward_does_not_change_by_a_mean_is_refused_before_the
         loop(Codebook)()
 
 
-@pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.Adam])
+@pytest.mark.parametrize("optimizer", few([torch.optim.SGD, torch.optim.Adam], 1, pytest.mark.jobs))
 def test_a_loop_that_clears_gradients_before_each_of_a_steps_batches_trains_with_all_of_them(optimizer):
     """Its dropout cuts a step into shards: one process has two batches of four records in each step."""
 

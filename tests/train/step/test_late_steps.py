@@ -152,7 +152,7 @@ UNHARMED: list[Loss] = [
 ]
 
 
-@pytest.mark.parametrize("loss", few(UNHARMED, 2, pytest.mark.jobs))
+@pytest.mark.parametrize("loss", few(UNHARMED, 1, pytest.mark.jobs))
 def test_bounds_of_single_records_and_of_weights_and_curricula_of_means_train(loss: Loss) -> None:
     job = train(loss)
     assert (job.steps, job._traits.reduction, job._plan.micro_batch) == (20, "mean", 0)

@@ -61,7 +61,7 @@ def plain() -> list[Any]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("size", [1, 3, 6])
+@pytest.mark.parametrize("size", [1, pytest.param(3, marks=pytest.mark.jobs), 6])
 def test_rates_that_a_loop_sets_for_each_step_hold_for_members_without_records_too(size):
     expected = plain()
     for weights, _ in together(size, loop) if size > 1 else [loop()]:  # of six members two have no records

@@ -16,6 +16,7 @@ from trueline.errors import UsageError
 from trueline.train.elastic import Elastic
 from trueline.train.step import features
 from trueline.train.step.options import Options
+from worlds.cases import few
 
 pytestmark = pytest.mark.slow
 
@@ -177,7 +178,9 @@ def test_a_mask_among_the_inputs_that_few_records_have_is_seen_to_be_what_the_me
         World(data).train(masked)
 
 
-@pytest.mark.parametrize("order", [lambda n: torch.randperm(n), lambda n: torch.rand(n).argsort()])
+@pytest.mark.parametrize(
+    "order", few([lambda n: torch.randperm(n), lambda n: torch.rand(n).argsort()], 1, pytest.mark.jobs)
+)
 def test_a_loop_that_mixes_the_records_of_a_batch_at_random_needs_whole_shards(order):
     def mixed(model: nn.Module, batch: Any) -> Tensor:
         other = order(len(batch.inputs))
@@ -307,7 +310,7 @@ def spread(model: nn.Module, batch: Any) -> Tensor:
     return (outputs.mean() - 1) ** 2 + mean(outputs, batch.labels) + (1 - spread).relu().mean()
 
 
-@pytest.mark.parametrize("kind", ["gate", "small gate", "head"])
+@pytest.mark.parametrize("kind", few(["gate", "small gate", "head"], 2, pytest.mark.jobs))
 def test_what_compares_records_is_found_behind_parameters_that_begin_as_constants(kind):
     world = World()
     if kind == "head":
