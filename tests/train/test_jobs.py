@@ -74,7 +74,8 @@ def gate(tmp_path, monkeypatch):
 
 
 class Usual:
-    """One job of three workers for all tests that only look at one: what happened, and what was tried while it ran."""
+    """One job of three workers, of which one is killed, for all tests that only look at one: what happened, and what
+    was tried while it ran."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.heard = folder, Heard()
@@ -83,7 +84,7 @@ class Usual:
         with pytest.MonkeyPatch.context() as patch:
             for act in (self.knock, self.look_at_the_secret, self.leave_a_part, JobGate(folder, patch).open):
                 self.heard.at("step.applied", act)
-            self.result, _ = run(folder, self.heard, workers=3)
+            self.result, _ = run(folder, self.heard, workers=3, faults=[Fault(step=10, slot=1)], profile="3:5")
 
     def knock(self, _) -> None:
         address = json.loads((self.folder / "job" / "master.json").read_text())["address"]
@@ -141,18 +142,18 @@ def test_a_death_in_every_phase_of_a_step_loses_no_record_and_repeats_none(tmp_p
         torch.testing.assert_close(found[name], parameter, rtol=1e-9, atol=1e-12)
 
 
-def test_survivors_keep_their_processes_when_a_worker_dies_and_summary_and_page_tell_of_it(tmp_path):
-    result, heard = run(tmp_path, workers=3, faults=[Fault(step=10, slot=1)], profile="3:5")
+def test_survivors_keep_their_processes_when_a_worker_dies_and_summary_and_page_tell_of_it(usual):
+    result, heard, job = usual.result, usual.heard, usual.folder / "job"
     started = [fields["worker"] for fields in heard.of("worker.started")]
     assert started == ["worker-0.0", "worker-1.0", "worker-2.0", "worker-1.1"]
     (regroup, *_) = [r for r in result.summary.as_dict()["regroups"] if "is gone" in r["reason"]]
     assert (regroup["reason"], regroup["workers"]) == ("worker-1.0 is gone: killed by SIGKILL", 2)
     assert regroup["gap_ms"] > 0
-    agrees_with_its_page(tmp_path / "job", result.summary.as_dict())
-    for tag, values in curves(tmp_path / "job").items():
+    agrees_with_its_page(job, result.summary.as_dict())
+    for tag, values in curves(job).items():
         assert [at for at, _ in values] == sorted(at for at, _ in values), tag
-    assert [path.name for path in (tmp_path / "job" / "traces").iterdir()] == ["steps-3-4.json"]
-    assert [at for at, _ in curves(tmp_path / "job")["train/loss"]] == list(range(STEPS)), "for TensorBoard, by itself"
+    assert [path.name for path in (job / "traces").iterdir()] == ["steps-3-4.json"]
+    assert [at for at, _ in curves(job)["train/loss"]] == list(range(STEPS)), "for TensorBoard, by itself"
 
 
 def agrees_with_its_page(job: Path, summary: dict) -> None:
