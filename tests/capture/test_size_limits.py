@@ -216,6 +216,7 @@ def test_a_claim_ends_where_the_model_itself_does_far_beyond_the_usual_probes(
         open_program(bundle).run({"x": np.zeros(shape, np.float32)})
 
 
+@pytest.mark.jobs
 def test_a_trace_is_claimed_up_to_the_last_size_that_agrees(tmp_path: Path) -> None:
     bundle = captured(Digits, tmp_path / "b", lengths=True)
     assert bundle.signature.dims["length"] == Dim(max=10)  # 5 and 10 have three zeros here, 11 has two

@@ -337,6 +337,7 @@ def test_the_edited_text_runs_with_the_models_own_parameters() -> None:
     assert examine(model, oracle).reason
 
 
+@pytest.mark.jobs
 def test_a_step_of_a_scan_reads_what_earlier_steps_changed() -> None:
     model, x = models.Suppress().eval(), torch.randn(5, 4)
     found = examined(model, x)

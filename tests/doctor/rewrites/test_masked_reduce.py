@@ -221,27 +221,29 @@ R = T[:, 0].contiguous()
 @pytest.mark.filterwarnings("ignore:std")  # of the way that torch.where does not choose
 @pytest.mark.parametrize(
     ("model", "example", "fresh"),
-    few(
-        [
-            (SetMeans(), (R, torch.tensor([0, 2, 2])), (-R[:1], torch.tensor([1]))),
-            (AboveMean(), (R,), (torch.ones(2, 4),)),
-            (Windows(), (T,), (T[:2, :2],)),
-            (SpanMeans(), (T, LENGTHS), (T[:2, :4] * 3, LENGTHS[:2])),
-            (LastSteps(), (T, LENGTHS), (T[:2, :4], LENGTHS[:2])),
-            (Cleared(), (T, LENGTHS), (T[:2, :4], LENGTHS[:2])),
-            (StepsAsked(), (R, LENGTHS), (R[:2], torch.tensor([0, 0]))),
-            (SkipsTheLoud(), (R,), (9 * R[:2],)),
-            (SkipsTheUnheard(), (R,), (torch.full((2, 4), 3.25),)),
-            (Alone(), (R,), (R[:1],)),
-            (Flat(), (R,), (torch.full((2, 4), 7.0),)),
-            (Factor(), (T,), (T[:1, :2],)),
-            (Still(), (R,), (1e-3 * R[:2],)),
-            (Pieces(), (T,), (T[:2, :4],)),
-            (KeptByTheFile(), (T,), (T[:2, :4],)),
-            (NumberedPieces(), (T,), (T[:2, :4],)),
-        ],
-        4,
-    ),
+    [
+        *few([(Cleared(), (T, LENGTHS), (T[:2, :4], LENGTHS[:2]))], 0, pytest.mark.jobs),
+        (SetMeans(), (R, torch.tensor([0, 2, 2])), (-R[:1], torch.tensor([1]))),
+        (Flat(), (R,), (torch.full((2, 4), 7.0),)),
+        (NumberedPieces(), (T,), (T[:2, :4],)),
+        *few(
+            [
+                (AboveMean(), (R,), (torch.ones(2, 4),)),
+                (Windows(), (T,), (T[:2, :2],)),
+                (SpanMeans(), (T, LENGTHS), (T[:2, :4] * 3, LENGTHS[:2])),
+                (LastSteps(), (T, LENGTHS), (T[:2, :4], LENGTHS[:2])),
+                (StepsAsked(), (R, LENGTHS), (R[:2], torch.tensor([0, 0]))),
+                (SkipsTheLoud(), (R,), (9 * R[:2],)),
+                (SkipsTheUnheard(), (R,), (torch.full((2, 4), 3.25),)),
+                (Alone(), (R,), (R[:1],)),
+                (Factor(), (T,), (T[:1, :2],)),
+                (Still(), (R,), (1e-3 * R[:2],)),
+                (Pieces(), (T,), (T[:2, :4],)),
+                (KeptByTheFile(), (T,), (T[:2, :4],)),
+            ],
+            0,
+        ),
+    ],
     ids=lambda one: type(one).__name__ if isinstance(one, nn.Module) else "",
 )
 def test_a_rewrite_answers_as_the_model_does_where_nobody_asked_it(
