@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import math
-from pathlib import Path
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -32,16 +33,28 @@ class Nearest(nn.Module):
         return x * (torch.arange(length) < round(0.5 * length)), x + round(-0.5 * length) + round(length / 3)
 
 
+@pytest.fixture(scope="module")
+def write(tmp_path_factory: pytest.TempPathFactory) -> Callable[[nn.Module], tuple[str, str, nn.Module]]:
+    """Writes a model's program, once for all lengths: its graph before and after that, and what was written."""
+
+    @functools.cache
+    def write_program(model: nn.Module) -> tuple[str, str, nn.Module]:
+        eager = EagerSession(model, torch.randn(3, 9), dynamic_shapes={"x": {1: "length"}})
+        exported = export(eager.module, eager.calling)
+        before = str(exported.program.graph)
+        program = load(emit(exported, tmp_path_factory.mktemp("written"))).module(check_guards=False)
+        return before, str(exported.program.graph), program
+
+    return write_program
+
+
 @pytest.mark.parametrize("model", [Share(), Nearest()])
 @pytest.mark.parametrize("length", [1, 2, 3, 4, 5, 9, 10])
 def test_a_rounded_share_of_a_size_is_the_same_after_it_was_written(
-    tmp_path: Path, model: nn.Module, length: int
+    write: Callable[[nn.Module], tuple[str, str, nn.Module]], model: nn.Module, length: int
 ) -> None:
-    eager = EagerSession(model, torch.randn(3, 9), dynamic_shapes={"x": {1: "length"}})
-    exported = export(eager.module, eager.calling)
-    before = str(exported.program.graph)
-    program = load(emit(exported, tmp_path)).module(check_guards=False)
-    assert str(exported.program.graph) == before
+    before, after, program = write(model)
+    assert after == before
     x = torch.randn(2, length)
     for found, expected in zip(program(x), model(x), strict=True):
         assert torch.equal(found, expected)
