@@ -77,6 +77,7 @@ MAX_LINES += 225  # what a step's checks cost, how programs are timed, and their
 MAX_LINES += 430  # yes or no in distillation, layers that stay in float32 (0025)
 MAX_LINES += 260  # inputs that a claim holds at one value, further functions of sizes (0020)
 MAX_LINES += 770  # texts, hashes, callers and draws that decide, numbers that helpers compare (0020)
+MAX_LINES += 600  # rounded numbers of sizes, checks of distributions, sizes that follow from each other (0020)
 MAX_LINES += 240  # a search alone in its folder, promises before a training, masks of infinity (0025)
 MAX_LINES += 60  # the states of generators, read where they lie, in a file of their own
 MAX_FOLDER_FILES = 20

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from trueline import events
 from trueline.bundle import Bundle, open_bundle
+from trueline.bundle.describe import range_text
 from trueline.bundle.signature import Dim
 from trueline.capture.api import capture
 from trueline.capture.proof.attempt import Captured
@@ -147,3 +148,66 @@ def test_an_example_with_one_row_for_all_records_is_left_out_with_a_warning(tmp_
         open_program(open_bundle(tmp_path / "b")).run(
             {"x": np.ones((2, 9, 3), np.float32), "scale": np.ones((1, 9), np.float32)}
         )
+
+
+class Cached(nn.Module):
+    """torch's attention answers keys and values of different lengths, and no other runtime does."""
+
+    def forward(self, x: Tensor, past: tuple[Tensor, Tensor]) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+        keys, values = (torch.cat([one, x], 2) for one in past)
+        return nn.functional.scaled_dot_product_attention(x, keys, values), (keys, values)
+
+
+class Accepted(nn.Module):
+    """How many drafted words are those that the larger model says, which says one more."""
+
+    def forward(self, draft: Tensor, logits: Tensor) -> Tensor:
+        return (draft == logits.argmax(-1)[:, :-1]).int().cumprod(1).sum(1)
+
+
+class Beams(nn.Module):
+    def forward(self, logits: Tensor, scores: Tensor) -> Tensor:
+        batch, beams = scores.shape
+        words = logits.log_softmax(-1).view(batch, beams, logits.shape[1])
+        return (scores[..., None] + words).flatten(1).exp().cumsum(-1)
+
+
+def caches() -> Iterator[dict[str, Any]]:
+    torch.manual_seed(0)
+    for batch, length in ((4, 5), (3, 9)):
+        yield {"x": torch.randn(batch, 2, 1, 8), "past": tuple(torch.randn(batch, 2, length, 8) for _ in "kv")}
+
+
+def drafts() -> Iterator[tuple[Tensor, Tensor]]:
+    torch.manual_seed(0)
+    for batch, length in ((4, 4), (3, 6)):
+        yield torch.randint(0, 3, (batch, length)), torch.randn(batch, length + 1, 3)
+
+
+def beams() -> Iterator[tuple[Tensor, Tensor]]:
+    torch.manual_seed(0)
+    for batch in (4, 3):
+        yield torch.randn(batch * 3, 7), torch.randn(batch, 3)
+
+
+@pytest.mark.parametrize(
+    ("model", "given", "guard"),
+    few(
+        [
+            (Beams, beams, "logits.0 is three times batch"),
+            (Accepted, drafts, "logits.1 is draft.1 plus 1"),
+            (Cached, caches, "past.0.2 equals past.1.2"),
+        ],
+        1,
+        pytest.mark.jobs,
+    ),
+)
+def test_sizes_that_follow_from_each_other_in_all_examples_are_claimed_together(
+    model: type[nn.Module], given: Callable[[], Iterator[Any]], guard: str, tmp_path: Path
+) -> None:
+    capture(recipes.untrained(lambda: model().eval(), examples=given), None, tmp_path / "b")
+    bundle = open_bundle(tmp_path / "b")
+    assert bundle.manifest.serve in ("onnx", "torch_export")
+    assert guard in range_text(bundle.signature)
+    assert len(bundle.signature.guards) == 1
+    assert all(dim.max is None for dim in bundle.signature.dims.values())

@@ -38,10 +38,12 @@ def choose(exported: Exported, observations: Sequence[Observation]) -> Exported:
     return replace(exported, signature=strict)
 
 
-def narrower(exported: Exported) -> Exported | None:
-    """The same with the next stricter claim; None at the last."""
-    at = exported.claims.index(exported.signature)
-    return replace(exported, signature=exported.claims[at + 1]) if at + 1 < len(exported.claims) else None
+def narrower(exported: Exported, disagreeing: Sequence[Probe] = ()) -> Exported | None:
+    """The same with the next claim that leaves out what the strictest does of `disagreeing`; None at the last."""
+    at, strict = exported.claims.index(exported.signature), exported.claims[-1]
+    outside = [probe for probe in disagreeing if not allows(strict, probe)]
+    further = (claim for claim in exported.claims[at + 1 :] if not any(allows(claim, probe) for probe in outside))
+    return next((replace(exported, signature=claim) for claim in further), None)
 
 
 def _tests_difference(claim: Signature, strict: Signature, between: Sequence[Observation]) -> bool:

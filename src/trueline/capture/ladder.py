@@ -242,7 +242,7 @@ def _narrow(exported: Exported | CaptureError, rungs: Sequence[Rung], extended: 
         return None
     if all(rung.disagreeing is None or claims.allows(strict, rung.disagreeing) for rung in rungs):
         return None
-    return claims.narrower(exported)
+    return claims.narrower(exported, [rung.disagreeing for rung in rungs if rung.disagreeing is not None])
 
 
 def _try_torchscript(trial: FormatTrial) -> Rung:

@@ -6,7 +6,7 @@ on the eager model and become guards of the signature.
 """
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import msgspec
@@ -61,15 +61,23 @@ def bound_exported(eager: EagerSession, exported: Exported) -> Exported:
 
 def tie_sizes(eager: EagerSession, exported: Exported) -> Exported:
     """`exported` with a guard on each two sizes that are equal in all examples, where the eager model answers a change
-    of both, and of neither alone."""
-    tied = [pair for pair in _find_equal(eager, exported.claims[0]) if _are_tied(eager, exported.claims[0], *pair)]
-    guards = [Guard(text=f"{one} == {other}", rule=EQUAL, symbols=(one, other)) for one, other in tied]
-    claims = tuple(
-        msgspec.structs.replace(claim, guards=(*claim.guards, *(one for one in guards if one not in claim.guards)))
-        for claim in exported.claims
-    )
+    of both, and of neither alone. Further claims have it on all of these: a kernel of torch may answer keys and values
+    of different lengths, which no other runtime takes."""
+    pairs = [*_find_equal(eager, exported.claims[0])]
+    if not pairs:
+        return exported
+    guards = [Guard(text=f"{one} == {other}", rule=EQUAL, symbols=(one, other)) for one, other in pairs]
+    tied = [guard for guard in guards if _are_tied(eager, exported.claims[0], *guard.symbols)]
+    claims = tuple(_add_guards(claim, tied) for claim in exported.claims)
+    further = [one for one in (_add_guards(claim, guards) for claim in claims) if one not in claims]
     at = exported.claims.index(exported.signature)
-    return replace(exported, claims=claims, signature=claims[at]) if guards else exported
+    return replace(exported, claims=(*claims, *further), signature=claims[at])
+
+
+def _add_guards(claim: Signature, guards: Sequence[Guard]) -> Signature:
+    return msgspec.structs.replace(
+        claim, guards=(*claim.guards, *(guard for guard in guards if guard not in claim.guards))
+    )
 
 
 def _find_equal(eager: EagerSession, claim: Signature) -> Iterator[tuple[str, str]]:
@@ -141,7 +149,8 @@ def _find_sum(eager: EagerSession, claim: Signature, one: str, other: str, allow
     if not inside or not all(answers(*pair) for pair in inside):
         return None
     beyond = [(first + 1, second) for first, second in inside] + [(first, second + 1) for first, second in inside]
-    return None if any(answers(*pair) for pair in beyond) else most
+    tested = [pair for pair in beyond if claim.allows({**base, one: pair[0], other: pair[1]})]
+    return None if not tested or any(answers(*pair) for pair in tested) else most  # a guard may tie the two already
 
 
 def _largest(fine: Callable[[int], bool], good: int) -> int | None:

@@ -89,7 +89,7 @@ def calls_of(eager: EagerSession) -> list[RecordedCall]:
     calling = eager.calling
     leaves = tuple(... if isinstance(leaf, Slot) else leaf for leaf in calling.leaves)
     probes = [probe for seed in (0, 1) for probe in make_probes(eager.example, signature=calling.presumed, seed=seed)]
-    asked = [probe.inputs for probe in probes if not probe.wild]
+    asked = [*(probe.inputs for probe in probes if not probe.wild), *eager.examples]
     sizes = {symbol: size for symbol, size in calling.presumed.sizes(eager.example).items() if symbol != BATCH}
     if sizes:  # a model that accepts multiples only gets another one, of all sizes at once
         asked.append(resize(eager.example, calling.presumed, {symbol: 2 * size for symbol, size in sizes.items()}))

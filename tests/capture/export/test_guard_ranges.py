@@ -136,3 +136,17 @@ def test_what_is_filled_up_to_a_multiple_is_assumed_to_be_no_1_as_any_size() -> 
 def test_what_a_remainder_is_compared_with_stands_in_the_model() -> None:
     for code in (f"{L} % 4 > 1", f"1 < 3 * ({L} % 4)", f"{A} * ({L} % 4) >= 1"):
         assert not any(claim.allows({"batch": 2, "length": 8, "other": 2}) for claim in claimed(code))
+
+
+def test_what_a_single_record_or_step_alone_breaks_is_the_exporters_assumption() -> None:
+    filled = f"({L} + (-1 * {L}) % 4)"
+    codes = (f"4 * ({filled} // 4) < {A} * {filled}", f"192 * {A} * ({filled} // 4) != 0", f"4 < {A} * {filled}")
+    wide, *_, strict = claimed(*codes)
+    assert wide.guards == ()
+    assert wide.allows({"batch": 1, "length": 1, "other": 2})
+    assert not strict.allows({"batch": 1, "length": 3, "other": 2})
+
+
+@pytest.mark.parametrize("code", [f"{A} * {L} > 5", f"{A} < {L}", f"{A} * {L} != 6", f"16 * ({L} // 4) * {A} != 0"])
+def test_what_larger_sizes_break_too_is_no_assumption(code: str) -> None:
+    assert all(claim.guards or claim.dims["length"].min > 2 for claim in claimed(code)[-2:])

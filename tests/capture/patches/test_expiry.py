@@ -191,6 +191,11 @@ def makes_a_number_of_a_common_divisor() -> bool:
     return refused(Of(lambda x: x[:, : math.gcd(x.shape[1], 4)]), X, message=SPECIALIZED)
 
 
+@shows("patches/stand_ins/size_numbers")
+def makes_a_constant_of_a_whole_part_of_a_logarithm() -> bool:
+    return refused(Of(lambda x: x[:, : int(2 * math.log(x.shape[1]))]), X, message=SPECIALIZED)
+
+
 @shows("patches/stand_ins/size_lists")
 def makes_a_constant_of_a_list_of_a_size() -> bool:
     return refused(Of(lambda x: x[:, torch.tensor(list(range(x.shape[1]))[1:])]), X, message=SPECIALIZED)
@@ -204,6 +209,11 @@ def makes_a_constant_of_a_number_of_rows() -> bool:
 @shows("patches/stand_ins/numpy_arrays")
 def refuses_an_array_of_a_size() -> bool:
     return refused(Of(lambda x: x + torch.from_numpy(np.sin(np.arange(x.shape[1])))[:, None]), X, message="")
+
+
+@shows("patches/distribution_checks")
+def refuses_the_check_of_a_distribution() -> bool:
+    return refused(Of(lambda x: torch.distributions.Normal(x, x.exp()).entropy()), X, message=DATA_DEPENDENT)
 
 
 @shows("patches/parameter_branches")

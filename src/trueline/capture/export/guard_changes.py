@@ -122,6 +122,23 @@ def breaks_when_small(guard: Guard) -> bool:
     return not bool(holding(guard, dict(zip(guard.symbols, grid, strict=True))).all())
 
 
+@cache
+def breaks_at_one_only(guard: Guard) -> bool:
+    """Whether it is broken by combinations with a size of 1, and by no other on the lines.
+
+    >>> rules = ("4 * d0 < d0 * (4 * d1)", "d0 < 5 * d1", "4 < d0 * d1")
+    >>> [breaks_at_one_only(Guard(text=rule, rule=rule, symbols=("length", "batch"))) for rule in rules]
+    [True, False, False]
+    """
+    if len(guard.symbols) < 2:
+        return False
+    ones = combinations([(1, *LINES) if len(guard.symbols) < 4 else (1, 2, 7)] * len(guard.symbols), guard.symbols)
+    broken = ~holding(guard, ones)
+    with_one = np.any([column == 1 for column in ones.values()], axis=0)
+    above = {symbol: Dim(min=2) for symbol in guard.symbols}
+    return bool(broken.any()) and not bool((broken & ~with_one).any()) and not breaks_far(guard, above)
+
+
 def breaks_far(guard: Guard, dims: Mapping[str, Dim]) -> bool:
     """Whether a guard between several symbols is broken on one of the lines, inside `dims`."""
     return _breaks_far(guard, tuple((symbol, dims[symbol]) for symbol in guard.symbols))
@@ -150,6 +167,9 @@ def is_certain(guard: Guard, dims: Mapping[str, Dim]) -> bool:
     least = {f"d{at}": dims[symbol].min for at, symbol in enumerate(guard.symbols)}
     one, other = tree.left, tree.comparators[0]
     try:
+        match tree.ops[0], other:
+            case ast.NotEq(), ast.Constant(value=0) if _find_least(one, least) > 0:
+                return True
         match tree.ops[0]:
             case ast.NotEq():
                 return any(_is_above(*pair, least) for pair in ((one, other), (other, one)))
@@ -168,6 +188,29 @@ def is_certain(guard: Guard, dims: Mapping[str, Dim]) -> bool:
 
 Terms = Mapping[tuple[str, ...], int]
 """A polynomial: the symbols of each term, each as often as its power, and the term's factor."""
+
+
+def _find_least(node: ast.expr, least: Mapping[str, int]) -> int:
+    """A number that `node`, made of sizes, is never below; 0 where none is known. A size that is filled up to a
+    multiple is at least that multiple, and a size divided by its own part at least the number of parts."""
+    match node:
+        case ast.Constant(value=int(number)):
+            return number
+        case ast.Name(id=name):
+            return least.get(name, 0)
+        case ast.BinOp(left=left, op=ast.Mult(), right=right):
+            return max(0, _find_least(left, least)) * max(0, _find_least(right, least))
+        case ast.BinOp(
+            left=left, op=ast.Add(), right=ast.BinOp(left=minus, op=ast.Mod(), right=ast.Constant(value=int(by)))
+        ):
+            start, of_all = _find_least(left, least), ast.unparse(minus) == f"-1 * {ast.unparse(left)}"
+            return -(-start // by) * by if of_all and start > 0 else max(0, start)
+        case ast.BinOp(left=left, op=ast.FloorDiv(), right=ast.Constant(value=int(by))) if by > 0:
+            return max(0, _find_least(left, least)) // by
+        case ast.BinOp(left=left, op=ast.FloorDiv(), right=ast.BinOp(op=ast.FloorDiv(), right=ast.Constant()) as part):
+            same = ast.unparse(part.left) == ast.unparse(left) and _find_least(part, least) > 0
+            return _find_least(part.right, least) if same else 0
+    return 0
 
 
 def _is_above(one: ast.expr, other: ast.expr, least: Mapping[str, int]) -> bool:

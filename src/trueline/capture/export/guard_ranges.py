@@ -23,6 +23,7 @@ from trueline.bundle.signature import Dim
 from trueline.capture.export.fraction_guards import FUNCTIONS, UNREADABLE, WholeNumbers, compile_test, in_whole_numbers
 from trueline.capture.export.guard_changes import (
     Columns,
+    breaks_at_one_only,
     breaks_far,
     breaks_when_small,
     changes,
@@ -179,7 +180,14 @@ def _comparison(guard: Guard) -> ast.cmpop | None:
 
 def _is_assumption(guard: Guard) -> bool:
     """Whether the exporter's way with 0 and 1 explains it; small sizes break such a guard."""
-    return _assumes(ast.parse(guard.rule, mode="eval").body) and breaks_when_small(guard)
+    tree = ast.parse(guard.rule, mode="eval").body
+    return (_assumes(tree) and breaks_when_small(guard)) or (_orders(tree) and breaks_at_one_only(guard))
+
+
+def _orders(tree: ast.expr) -> bool:
+    """`4 * n < batch * (4 * n)`: the exporter orders steps between elements, of which a size of 1 makes two equal."""
+    orders = ast.Lt | ast.LtE | ast.Gt | ast.GtE | ast.NotEq
+    return isinstance(tree, ast.Compare) and len(tree.ops) == 1 and isinstance(tree.ops[0], orders)
 
 
 def _assumes(tree: ast.expr) -> bool:

@@ -2,11 +2,13 @@
 write."""
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch._C import DispatchKey
+from torch.utils._sympy.value_ranges import ValueRanges
 
 from trueline.capture.model import code_paths
 from trueline.capture.model.code_paths import SourceLine
@@ -139,3 +141,18 @@ def _arguments(node: torch.fx.Node) -> dict[str, Any]:
 def _aliases(operator: torch._ops.OpOverload) -> dict[str, Any]:
     """The arguments that the operator writes, or of which its answer may be a view."""
     return {one.name: one.alias_info for one in operator._schema.arguments if one.alias_info is not None}
+
+
+@contextmanager
+def ranges_from_one(program: torch.export.ExportedProgram) -> Iterator[None]:
+    """In the block, where `program` is saved, a size that is made of another (three times the batch) begins at 1: torch
+    lets a size of its own begin there, and takes 6 for the least of three times one. The signature says what is held.
+    """
+    original = program._range_constraints
+    program._range_constraints = {
+        size: span if size.is_symbol else ValueRanges(min(1, span.lower), span.upper) for size, span in original.items()
+    }
+    try:
+        yield
+    finally:
+        program._range_constraints = original

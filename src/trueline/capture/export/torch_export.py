@@ -344,7 +344,11 @@ def save(program: torch.export.ExportedProgram, path: Path) -> None:
     try:
         with tempfile.TemporaryFile(dir=path.parent) as raw:
             spool = _Spool(raw.fileno(), "w", closefd=False)
-            with rounding.round_by_trunc(program), whole_division.avoid_overflow(program):
+            with (
+                rounding.round_by_trunc(program),
+                whole_division.avoid_overflow(program),
+                operators.ranges_from_one(program),
+            ):
                 torch.export.save(program, spool)
             if spool.error is not None:
                 raise spool.error

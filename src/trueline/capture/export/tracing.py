@@ -18,6 +18,7 @@ from trueline.capture.patches import (
     Patch,
     causal_mask,
     decomposition_cache,
+    distribution_checks,
     einsum_order,
     fake_quantization,
     module_to,
@@ -85,6 +86,7 @@ def apply_patches() -> Iterator[None]:
             symbolic_sizes.keep_sizes_free,
             module_to.skip_conversions,
             einsum_order.order_by_example,
+            distribution_checks.keep_checks,
             fake_quantization.keep_steps,
             size_functions.add_operators,
         ):

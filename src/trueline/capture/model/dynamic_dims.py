@@ -193,12 +193,14 @@ def find_batch_axes(
         guesses.append(dict.fromkeys(doubtful))
     for guess in guesses:
         axes = [(sure | guess).get(spec.name) for spec in specs]
-        more = [
-            tensor if axis is None else resize_tensor(tensor, {axis: counts[0] + 1})
-            for tensor, axis in zip(batches[0], axes, strict=True)
-        ]
-        if accepts(more):
+        larger = [{} if axis is None else {axis: counts[0] + 1} for axis in axes]
+        if accepts([*map(resize_tensor, batches[0], larger)]):
             return sure | guess, counts
+    several = {at: {0: rows * (counts[0] + 1)} for at in data if (rows := _rows_each(batches, at, counts))}
+    if several:  # beams of each record lie in one dimension: its size is free, and a guard of the program ties it
+        larger = [several.get(at, {0: counts[0] + 1} if spec.name in sure else {}) for at, spec in enumerate(specs)]
+        if accepts([*map(resize_tensor, batches[0], larger)]):
+            return sure | dict.fromkeys(doubtful), counts
     raise _no_common_batch(specs, batches[0], ", and the model does not take one record more")
 
 
@@ -210,12 +212,25 @@ def _first_counting(
     led = [at for at in data if specs[at].shape]
     declared = [at for at in led if specs[at].name in named]
     varying = [at for at in led if len({batch[at].shape[0] for batch in batches}) > 1]
+    if varying:  # `[batch * beams, words]` beside `[batch, beams]`
+        least = min(varying, key=lambda at: batches[0][at].shape[0])
+        counts = [batch[least].shape[0] for batch in batches]
+        whole = all(_rows_each(batches, at, counts) or _counts(batches, at, 0, counts) for at in varying)
+        varying = [least] if whole and min(counts) > 0 else varying
     return next(iter([*declared, *varying, *led]), None)
 
 
 def _counts(batches: Batches, at: int, axis: int, counts: Sequence[int]) -> bool:
     tensors = [batch[at] for batch in batches]
     return all(one.ndim > axis and one.shape[axis] == count for one, count in zip(tensors, counts, strict=True))
+
+
+def _rows_each(batches: Batches, at: int, counts: Sequence[int]) -> int:
+    """How many rows input `at` has for each record, where that is more than one in all examples, of which the numbers
+    of records differ; else 0."""
+    each = {batch[at].shape[0] / count if batch[at].ndim else 0 for batch, count in zip(batches, counts, strict=True)}
+    only = each.pop()
+    return int(only) if not each and only > 1 and only == int(only) and len({*counts}) > 1 else 0
 
 
 def _find_elsewhere(

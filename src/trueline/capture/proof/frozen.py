@@ -28,6 +28,7 @@ from trueline.capture.model.eager import EagerSession
 from trueline.capture.model.explicit_state import Explicit
 from trueline.capture.model.fixed_inputs import FixedInputs
 from trueline.capture.model.syntax import decides, find_deciding, is_looked_up, nodes_of, spans, tests_of
+from trueline.capture.patches import distribution_checks
 from trueline.capture.proof import limits
 from trueline.capture.proof.careful import Careful
 from trueline.capture.proof.observe import Observation
@@ -80,12 +81,13 @@ Place = tuple[SourceLine, int]
 
 
 def _find_place(layers: bool = True) -> Place | None:
-    """The innermost of this thread; None where Trueline's own code is nearer, or torch's layers unless `layers`."""
+    """The innermost of this thread; None where Trueline's own code is nearer, or, unless `layers`, torch's layers or a
+    check that the exported program has too."""
     frame = sys._getframe(1)
     while frame is not None and not code_paths.is_users(frame.f_code.co_filename):
         if frame.f_code.co_filename.startswith(_OWN) and frame.f_code.co_filename not in _HERE:
             return None
-        if not layers and "/torch/nn/" in frame.f_code.co_filename:
+        if not layers and ("/torch/nn/" in frame.f_code.co_filename or distribution_checks.is_check(frame.f_code)):
             return None
         frame = frame.f_back  # type: ignore[assignment]
     return None if frame is None else (code_paths.line_at(frame), frame.f_lasti)

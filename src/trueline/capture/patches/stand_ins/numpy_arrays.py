@@ -23,7 +23,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from trueline.capture.patches import Patch
-from trueline.capture.patches.stand_ins import size_functions
+from trueline.capture.patches.stand_ins import size_functions, size_numbers
+from trueline.capture.patches.stand_ins.size_lists import SizeList
 
 PATCH = Patch(
     issue="none found", versions="torch 2.13", cost="a second export", helps=("np.arange(x.shape[1])", "x.numpy()")
@@ -73,8 +74,8 @@ class _Function:
         leaves = tree_leaves((args, options))
         if not any(map(_is_traced, leaves)):
             return self._plain(*args, **options)
-        logarithm = len(leaves) == 1 and size_functions.is_logarithm(leaves[0])
-        if self._of_sizes is not None and not options and (logarithm or _are_numbers(leaves)):
+        numbers = all(size_numbers.is_number(one) or _are_numbers([one]) for one in leaves)
+        if self._of_sizes is not None and not options and numbers:
             return self._of_sizes(*args)
         found = self._free(*tree_map(_as_tensor, args), **tree_map(_as_tensor, options))
         numbers = _are_numbers(leaves) and isinstance(found, ARRAY) and not found.ndim
@@ -88,7 +89,7 @@ class _Function:
 def _is_traced(value: Any) -> bool:
     if isinstance(value, torch.Tensor):
         return type(value) not in _PLAIN
-    return isinstance(value, (*_SIZES, torch.SymBool, ARRAY))
+    return isinstance(value, (*_SIZES, torch.SymBool, ARRAY, SizeList))
 
 
 def _are_numbers(leaves: Iterable[Any]) -> bool:
@@ -96,6 +97,8 @@ def _are_numbers(leaves: Iterable[Any]) -> bool:
 
 
 def _as_tensor(leaf: Any) -> Any:
+    if isinstance(leaf, SizeList):
+        return leaf.tensor()
     return torch.from_numpy(leaf) if isinstance(leaf, np.ndarray) else leaf
 
 
@@ -153,7 +156,34 @@ def keep_tensors() -> Iterator[None]:
         replace(ARRAY, "__array_ufunc__", None)  # numpy's own arrays leave operators to these
         replace(_dtypes, "dtype", read_dtype)
         replace(torch, "from_numpy", _take_arrays(torch.from_numpy))
+        for name, dtype in _CONSTRUCTORS.items():
+            original = getattr(torch, name)
+            replace(torch, name, _Constructor(name, (), {"plain": original, "kind": dtype}))
         yield
+
+
+_CONSTRUCTORS = {"LongTensor": torch.int64, "FloatTensor": torch.float32, "DoubleTensor": torch.float64}
+
+
+class _Constructor(type):
+    """`torch.LongTensor` and its like, also of an array or list of a free size."""
+
+    plain: Any
+    kind: torch.dtype
+
+    def __call__(cls, *given: Any, **options: Any) -> Any:
+        if len(given) == 1 and isinstance(given[0], ARRAY | SizeList):
+            own = given[0]
+            found = own.tensor() if isinstance(own, SizeList) else own.tensor
+            if found.dtype is cls.kind:
+                return found
+        return cls.plain(*given, **options)
+
+    def __instancecheck__(cls, value: object) -> bool:
+        return isinstance(value, cls.plain)
+
+    def __getattr__(cls, name: str) -> Any:
+        return getattr(cls.plain, name)
 
 
 def _make_array(original: Callable[..., Any]) -> Callable[..., Any]:

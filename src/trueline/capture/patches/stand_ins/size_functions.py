@@ -13,9 +13,9 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from trueline.capture.patches import Patch
+from trueline.capture.patches.stand_ins import size_numbers
 
 PATCH = Patch(
     issue="pytorch/pytorch#185804",
@@ -95,7 +95,7 @@ def fsum(of: Any) -> Any:
 
 
 def trunc(of: Any) -> Any:
-    whole = whole_part(of)
+    whole = size_numbers.round_number(of, int)
     if whole is not None:
         return whole
     return torch.sym_int(of) if _is_free(of) else math.trunc(of)  # type: ignore[no-untyped-call]
@@ -219,14 +219,6 @@ _TENSOR_FUNCTIONS |= {"fabs": torch.abs, "degrees": torch.rad2deg, "radians": to
 _TENSOR_FUNCTIONS["log"] = lambda of, base=None: of.log() if base is None else of.log() / base.log()
 
 
-_numbers = WeakTensorKeyDictionary()
-"""Tensors of no dimension that Python has as numbers: `float` of one is itself."""
-
-
-def is_number(of: Any) -> bool:
-    return isinstance(of, torch.Tensor) and of in _numbers
-
-
 def _of_tensors(name: str) -> Any:
     plain, free = getattr(math, name), _TENSOR_FUNCTIONS[name]
 
@@ -236,47 +228,24 @@ def _of_tensors(name: str) -> Any:
         found = free(
             *(one if isinstance(one, torch.Tensor) else torch.full((), one, dtype=torch.float64) for one in of)
         )
-        _numbers[found] = True
+        size_numbers.note_number(found, of[0], size_numbers.plain_of(name, of[1:]))
         return found
 
     return function
 
 
-_logarithms = WeakTensorKeyDictionary()
-"""A logarithm to the base 2 -> its size: its whole part counts bits."""
-
-
-def log2(of: Any) -> Any:
-    found = _of_tensors("log2")(of)
-    if isinstance(of, torch.SymInt):
-        _logarithms[found] = of
-    return found
-
-
-def is_logarithm(of: Any) -> bool:
-    return isinstance(of, torch.Tensor) and of in _logarithms
-
-
-def whole_part(of: Any, *, up: bool = False) -> Size | None:
-    """Of a logarithm of a size to the base 2, exactly; None of anything else. Python's is exact where it is whole."""
-    if not is_logarithm(of):
-        return None
-    size = _logarithms[of]
-    return bit_length(size - 1) if up else bit_length(size) - 1
-
-
 def ceil(of: Any) -> Any:
-    whole = whole_part(of, up=True)
+    whole = size_numbers.round_number(of, math.ceil)
     return math.ceil(of) if whole is None else whole
 
 
 def floor(of: Any) -> Any:
-    whole = whole_part(of)
+    whole = size_numbers.round_number(of, math.floor)
     return math.floor(of) if whole is None else whole
 
 
 _OF_SIZES: dict[str, Any] = {
-    one.__name__: one for one in (sqrt, isqrt, gcd, lcm, comb, perm, dist, fsum, trunc, remainder, ceil, floor, log2)
+    one.__name__: one for one in (sqrt, isqrt, gcd, lcm, comb, perm, dist, fsum, trunc, remainder, ceil, floor)
 }
 
 
@@ -298,26 +267,29 @@ INSTEAD: tuple[tuple[Any, Any], ...] = (
 """What a user's module imports, and what it has while the model is traced."""
 OF_NUMBERS = {name: getattr(_FREE, name) for name in _TENSOR_FUNCTIONS}
 """Functions of `math`, by name, that are tensors of no dimension for a size."""
-NAMES = frozenset({"bin", "bit_length", "bit_count", *_OF_SIZES, *_TENSOR_FUNCTIONS})
+NAMES = frozenset({"bin", "bit_length", "bit_count", "round", *_OF_SIZES, *_TENSOR_FUNCTIONS})
 
 
 @contextmanager
 def add_methods() -> Iterator[None]:
     """In the block, a symbolic size has the methods of a whole number that count its bits."""
-    with _set_on_sizes({"bit_length": bit_length, "bit_count": count_bits}):
+    with _set_on(torch.SymInt, {"bit_length": bit_length, "bit_count": count_bits}), size_numbers.add_methods():
         yield
 
 
 @contextmanager
 def add_operators() -> Iterator[None]:
     """In the block, the operators on the bits of a symbolic size are ones that every format can hold."""
-    with _set_on_sizes({f"__{name}__": function for name, function in _OPERATORS.items()}):
+    rounding = {"__round__": size_numbers.round_fraction}
+    with (
+        _set_on(torch.SymInt, {f"__{name}__": one for name, one in _OPERATORS.items()}),
+        _set_on(torch.SymFloat, rounding),
+    ):
         yield
 
 
 @contextmanager
-def _set_on_sizes(ours: dict[str, Any]) -> Iterator[None]:
-    kind: Any = torch.SymInt
+def _set_on(kind: Any, ours: dict[str, Any]) -> Iterator[None]:
     before = {name: vars(kind)[name] for name in ours if name in vars(kind)}
     try:
         for name, function in ours.items():

@@ -17,8 +17,9 @@ import torch
 
 from trueline.capture.model.code_paths import is_users, names_in, users_functions
 from trueline.capture.patches import Patch, enter_at_calls
-from trueline.capture.patches.stand_ins import numpy_arrays, size_functions, size_rows
+from trueline.capture.patches.stand_ins import numpy_arrays, size_functions, size_numbers, size_rows
 from trueline.capture.patches.stand_ins.size_lists import SizeList, TensorsOfLists, make_range
+from trueline.capture.patches.stand_ins.size_numbers import NumbersOfSizes
 from trueline.capture.patches.stand_ins.size_rows import ListsOfRows, SizeNumbers, SizeRows
 
 PATCH = Patch(
@@ -63,12 +64,12 @@ class _Builtin(type):
     def __call__(cls, *given: Any, **named: Any) -> Any:
         if len(given) == 1 and isinstance(given[0], _SOURCES[cls.free]):
             return cls.convert(given[0])
-        if len(given) == 1 and size_functions.is_number(given[0]) and not named:
+        if len(given) == 1 and size_numbers.is_number(given[0]) and not named:
             return given[0] if cls.free is torch.SymFloat else cls._cut_off(given[0])
         return cls.plain(*given, **named)
 
     def _cut_off(cls, number: torch.Tensor) -> Any:
-        whole = size_functions.whole_part(number) if cls.free is torch.SymInt else None
+        whole = size_numbers.round_number(number, int) if cls.free is torch.SymInt else None
         return cls.plain(number) if whole is None else whole
 
     def __instancecheck__(cls, value: Any) -> bool:
@@ -111,6 +112,7 @@ _BUILTINS = {
     "max": _extreme(builtins.max, torch.sym_max),
     "sum": size_rows.add_up,
     "bin": size_functions.binary,
+    "round": size_numbers.round_any,
     "int": _builtin(int, torch.SymInt, torch.sym_int),
     "float": _builtin(float, torch.SymFloat, torch.sym_float),
     "range": make_range,
@@ -136,7 +138,7 @@ def keep_lengths_free(module: torch.nn.Module) -> Iterator[None]:
         for scope in scopes.values():
             scope |= {name: ours for name, ours in _BUILTINS.items() if name not in scope}
         with ExitStack() as stack:
-            for mode in (TensorsOfLists(), ListsOfRows(), numpy_arrays.TensorsOfArrays()):
+            for mode in (TensorsOfLists(), ListsOfRows(), numpy_arrays.TensorsOfArrays(), NumbersOfSizes()):
                 stack.enter_context(enter_at_calls(module, mode))
             for block in (size_rows.keep_lists, size_functions.add_methods, numpy_arrays.keep_tensors):
                 stack.enter_context(block())
