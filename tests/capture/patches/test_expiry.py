@@ -211,6 +211,15 @@ def refuses_an_array_of_a_size() -> bool:
     return refused(Of(lambda x: x + torch.from_numpy(np.sin(np.arange(x.shape[1])))[:, None]), X, message="")
 
 
+@shows("patches/value_checks")
+def refuses_a_check_of_values() -> bool:
+    def check(x: Tensor) -> Tensor:
+        assert not x.isnan().any()
+        return x
+
+    return refused(Of(check), X, message=DATA_DEPENDENT)
+
+
 @shows("patches/distribution_checks")
 def refuses_the_check_of_a_distribution() -> bool:
     return refused(Of(lambda x: torch.distributions.Normal(x, x.exp()).entropy()), X, message=DATA_DEPENDENT)

@@ -25,6 +25,7 @@ from trueline.capture.patches import (
     packed_sequence,
     recurrent,
     symbolic_sizes,
+    value_checks,
 )
 from trueline.capture.patches.stand_ins import size_functions
 from trueline.recipe.eager_mode import as_trained
@@ -87,6 +88,7 @@ def apply_patches() -> Iterator[None]:
             module_to.skip_conversions,
             einsum_order.order_by_example,
             distribution_checks.keep_checks,
+            value_checks.keep_checks,
             fake_quantization.keep_steps,
             size_functions.add_operators,
         ):
