@@ -181,3 +181,23 @@ def test_a_size_that_torch_would_fix_stays_free_and_the_answer_is_torchs_own(nam
     for size in (4, 5, 8, 15, 100):
         x = torch.randn(2, 3, size, generator=torch.Generator().manual_seed(size))
         torch.testing.assert_close(program.module()(x), Of()(x), rtol=1e-5, atol=1e-6)
+
+
+class Degrees(nn.Module):
+    """How many edges end at each node."""
+
+    def forward(self, x: Tensor, ends: Tensor) -> Tensor:
+        return x / torch.bincount(ends, minlength=x.shape[0]).clamp(min=1)[:, None]
+
+
+@pytest.mark.slow
+def test_numbers_are_counted_up_to_a_free_length() -> None:
+    eager = EagerSession(Degrees(), (torch.randn(5, 2), torch.tensor([0, 4, 4])), dynamic_shapes={"ends": {0: "edges"}})
+    program = torch_export.LoadedProgram(torch_export.export(eager.module, eager.calling))
+    for nodes, ends in ((5, [0, 4, 4]), (1, [0]), (1, [0, 0, 0]), (7, [6])):
+        given = {"x": torch.randn(nodes, 2), "ends": torch.tensor(ends)}
+        answer = program.run({name: one.numpy() for name, one in given.items()})["output"]
+        assert torch.equal(torch.from_numpy(answer), Degrees()(**given))
+    for beyond in ([5], [-1]):
+        with pytest.raises(RuntimeError, match="below minlength"):
+            program.run({"x": torch.randn(5, 2).numpy(), "ends": torch.tensor(beyond).numpy()})

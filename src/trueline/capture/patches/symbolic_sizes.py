@@ -1,6 +1,6 @@
 """Functions of torch that make a number of a size, or bound it, without need.
 
-`max_pool1d`, `take_along_dim`, `new_tensor`, `kron`, `affine_grid`, `linspace`, `nbytes`, windows, frequencies, indices
+`max_pool1d`, `take_along_dim`, `bincount`, `new_tensor`, `kron`, `affine_grid`, `linspace`, `nbytes`, windows, frequencies, indices
 of triangles, covariance, gradients, tables of powers and chains of products fix their sizes, and `cdist` takes another
 algorithm from 26 rows on. Here they are computed from the size, by their documentation, or by an operator that decides
 at run time.
@@ -34,6 +34,8 @@ def keep_sizes_free() -> Iterator[None]:
             (torch, "cdist", cdist),
             (torch, "kron", kron),
             (torch, "arange", _arange(torch.arange)),
+            (torch, "bincount", _bincount(torch.bincount)),
+            (torch.Tensor, "bincount", _bincount(torch.Tensor.bincount)),
             (torch, "linspace", _linspace(torch.linspace)),
             (torch, "max_pool1d", _max_pool1d),
             (torch, "take_along_dim", _take_along_dim(torch.take_along_dim)),
@@ -93,6 +95,19 @@ def _arange(original: Callable[..., torch.Tensor]) -> Callable[..., Any]:
         return (first + by * places).to(options.get("dtype") or torch.get_default_dtype())
 
     return call
+
+
+def _bincount(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """With a least length, which is then the length: a larger number is refused where torch would count it too."""
+
+    def count(input: torch.Tensor, weights: Any = None, minlength: Any = 0) -> torch.Tensor:
+        if weights is not None or type(input) is torch.Tensor or (isinstance(minlength, int) and minlength < 1):
+            return original(input, weights, minlength)
+        torch._assert_async(((input >= 0) & (input < minlength)).all(), "bincount counts numbers below minlength here")
+        found = torch.zeros(minlength, dtype=torch.int64, device=input.device)
+        return found.scatter_add(0, input.long(), torch.ones_like(input, dtype=torch.int64))
+
+    return count
 
 
 def _are_fractions(options: Mapping[str, Any]) -> bool:
