@@ -25,8 +25,8 @@ class Talks(nn.Module):
 
 class Checks(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
-        assert torch.isfinite(x).all(), "no numbers"
-        if x.abs().max() > 1e30:
+        assert torch.isfinite(x).all() or x.isinf().all(), "no numbers"
+        if x.abs().max() > 1e30 and torch.isfinite(x).any():
             raise ValueError("too large")
         return x * 2
 

@@ -1,9 +1,9 @@
 """Functions of torch that make a number of a size, or bound it, without need.
 
-`max_pool1d`, `take_along_dim`, `bincount`, `new_tensor`, `kron`, `affine_grid`, `linspace`, `nbytes`, windows, frequencies, indices
-of triangles, covariance, gradients, tables of powers and chains of products fix their sizes, and `cdist` takes another
-algorithm from 26 rows on. Here they are computed from the size, by their documentation, or by an operator that decides
-at run time.
+`max_pool1d`, `take_along_dim`, `bincount`, `new_tensor`, `kron`, `affine_grid`, `linspace`, `nbytes`, windows,
+frequencies, indices of triangles, covariance, gradients, tables of powers and chains of products fix their sizes, and
+`cdist` takes another algorithm from 26 rows on. Here they are computed from the size, by their documentation, or by an
+operator that decides at run time.
 """
 
 import math
