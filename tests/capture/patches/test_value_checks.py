@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from trueline.bundle import open_bundle
 from trueline.capture.api import capture
-from trueline.capture.export import tracing
+from trueline.capture.export import torch_export, tracing
+from trueline.capture.model.eager import EagerSession
 from trueline.capture.patches import value_checks
 from trueline.errors import TruelineError
 from trueline.runtime.open import open_program
@@ -47,6 +48,18 @@ def test_a_program_refuses_the_values_that_a_check_of_the_model_refuses(tmp_path
                 session.run({"x": x, "lengths": np.array(lengths)})
         with pytest.raises(TruelineError):
             session.run({"x": nan, "lengths": np.array([1, 5])})
+
+
+@pytest.mark.slow
+def test_the_check_is_an_operator_of_the_program() -> None:
+    first, *others = sequences()
+    eager = EagerSession(Masked().eval(), first, others=others, dynamic_shapes={})
+    program = torch_export.LoadedProgram(torch_export.export(eager.module, eager.calling))
+    x = np.ones((2, 5), np.float32)
+    assert program.run({"x": x, "lengths": np.array([1, 5])})["output"].tolist() == [1, 1]
+    for given in ({"x": x, "lengths": np.array([0, 5])}, {"x": x * np.nan, "lengths": np.array([1, 5])}):
+        with pytest.raises(RuntimeError, match="the model refuses these values"):
+            program.run(given)
 
 
 @pytest.mark.parametrize(
