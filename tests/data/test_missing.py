@@ -64,6 +64,37 @@ def test_a_label_without_a_value_is_refused_whatever_the_rule_for_all_is(tmp_pat
         source_of(uri, "mean").check_missing()
 
 
+@pytest.mark.parametrize("rules", ["refuse", "mean", {"x": "zero"}])
+def test_a_number_that_float32_cannot_hold_is_refused_whatever_fills_gaps_and_whoever_makes_the_tensors(
+    tmp_path, rules
+):
+    """A mean would be infinite itself. A feed that clips is left alone, and so is a column that none reads."""
+    uri = write(tmp_path, ["1,0", "inf,1", ",1", "1e39,0"], header="x,label")
+
+    def careless(records, mode):
+        return torch.tensor(np.array(records["x"].fill_null(0).to_numpy(), np.float32)), tensor(records["label"])
+
+    def clipped(records, mode):
+        return torch.tensor(records["x"].fill_null(0).to_numpy().clip(-9, 9)), tensor(records["label"])
+
+    for feed in (None, careless):
+        with pytest.raises(MissingValues, match=r"float32 cannot hold in 2 of 4 records, first in row 2"):
+            source_of(uri, rules, feed).check_missing()
+    source_of(uri, rules, clipped).check_missing()
+    source_of(uri, rules, lambda records, mode: (tensor(records["label"]), tensor(records["label"]))).check_missing()
+
+
+def test_a_feed_that_casts_a_gap_to_a_whole_number_is_refused(tmp_path):
+    uri = write(tmp_path, ["1,0", "2,", "3,1"], header="x,label")
+
+    def cast(records, mode):
+        with np.errstate(invalid="ignore"):
+            return tensor(records["x"]), torch.tensor(records["label"].to_numpy().astype(np.int64))
+
+    with pytest.raises(MissingValues, match="column 'label' has no value in 1 of 3 records, first in row 2"):
+        source_of(uri, feed=cast).check_missing()
+
+
 @pytest.mark.parametrize(
     ("rules", "ages", "incomes"),
     [

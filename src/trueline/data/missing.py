@@ -244,7 +244,10 @@ def refuse(count: Count, describe: Callable[[int], str]) -> None:
         )
     if len(gaps) > _SHOWN:
         parts.append(f"and {len(gaps) - _SHOWN} more columns")
-    named = gaps[0].column
+    named = next((gap.column for gap in gaps if not gap.beyond), None)
+    if named is None:
+        hint = f'correct the records, or clip them in feed, with missing = {{"{gaps[0].column}": "keep"}} in the recipe'
+        raise MissingValues("; ".join(parts), hint=hint)
     raise MissingValues(
         "; ".join(parts),
         hint=f'correct the records, or say what stands in their place in the recipe: missing = {{"{named}": "mean"}} '

@@ -167,7 +167,7 @@ class DdpExchange:
         synced = self._ddp is not None and self.syncing and not self._inside and not self.broken
         # Which parameters a step leaves out shows its loss, and not what `model(...)` returns: a loop may call parts of
         # the model beside it. So with find_unused DDP's forward runs in `reduce`.
-        if self._find_unused or not synced or not (self._model.training and torch.is_grad_enabled()):
+        if not synced or self._find_unused or not (self._model.training and torch.is_grad_enabled()):
             return self.original(*args, **kwargs)
         try:
             return self._run_ddp(*args, **kwargs)
