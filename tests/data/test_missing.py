@@ -58,10 +58,74 @@ def test_nan_nulls_and_values_out_of_range_in_parquet_are_refused(tmp_path, valu
     assert words in caught.value.message
 
 
+PAIRS = [[1.0, 2.0], [1.0, float("nan")], [3.0, 4.0]]
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        (pa.array(PAIRS), "no value, or a list with a missing one, in 1 of 3 records, first in row 2"),
+        (pa.array([[1.0, 2.0], [None, 2.0], None]), "a list with a missing one, in 2 of 3 records, first in row 2"),
+        (pa.array(PAIRS, pa.list_(pa.float32(), 2)), "a list with a missing one, in 1 of 3 records, first in row 2"),
+        (pa.array([PAIRS[:1], PAIRS[2:], PAIRS[1:2]]), "a list with a missing one, in 1 of 3 records, first in row 3"),
+        (pa.array([[1.0], [1e300], [float("-inf")]]), "float32 cannot hold in 2 of 3 records, first in row 2"),
+        (pa.array([[1], [None], [2]], pa.large_list(pa.int64())), "missing one, in 1 of 3 records, first in row 2"),
+    ],
+)
+def test_gaps_and_values_out_of_range_in_lists_are_refused_before_a_batch_has_them(tmp_path, values, words):
+    table = pa.table({"x": values, "label": [0, 1, 0]})
+    pq.write_table(pa.concat_tables([table, table.slice(0, 1)]), tmp_path / "a.parquet", row_group_size=2)
+    with pytest.raises(MissingValues, match=words.replace("3 records", "4 records")):
+        source_of(str(tmp_path / "a.parquet")).check_missing()
+    source_of(str(tmp_path / "a.parquet"), "keep").check_missing()
+
+
+def test_long_lists_are_counted_in_a_sample_of_as_many_cells(tmp_path, monkeypatch):
+    """1,000 cells are 20 records of 49 numbers and a label; the last ones of 20 groups have no place there."""
+    values = np.zeros((200, 49))
+    values[199, 3] = np.nan
+    table = pa.table({"x": list(values), "label": [0] * 200})
+    pq.write_table(table, tmp_path / "a.parquet", row_group_size=10)
+    monkeypatch.setattr(missing, "MAX_CELLS", 1_000)
+    count = missing.count_missing(source_of(str(tmp_path / "a.parquet")).records, ["x"])
+    assert (count.seen, count.total) == (10, 200)
+
+
 def test_a_label_without_a_value_is_refused_whatever_the_rule_for_all_is(tmp_path):
     uri = write(tmp_path, ["1,10,0", "2,20,"])
     with pytest.raises(MissingValues, match="column 'label' has no value in 1 of 2 records, first in row 2"):
         source_of(uri, "mean").check_missing()
+
+
+@pytest.mark.parametrize("rules", ["refuse", "mean", {"x": "zero"}])
+def test_a_number_that_float32_cannot_hold_is_refused_whatever_fills_gaps_and_whoever_makes_the_tensors(
+    tmp_path, rules
+):
+    """A mean would be infinite itself. A feed that clips is left alone, and so is a column that none reads."""
+    uri = write(tmp_path, ["1,0", "inf,1", ",1", "1e39,0"], header="x,label")
+
+    def careless(records, mode):
+        return torch.tensor(np.array(records["x"].fill_null(0).to_numpy(), np.float32)), tensor(records["label"])
+
+    def clipped(records, mode):
+        return torch.tensor(records["x"].fill_null(0).to_numpy().clip(-9, 9)), tensor(records["label"])
+
+    for feed in (None, careless):
+        with pytest.raises(MissingValues, match=r"float32 cannot hold in 2 of 4 records, first in row 2"):
+            source_of(uri, rules, feed).check_missing()
+    source_of(uri, rules, clipped).check_missing()
+    source_of(uri, rules, lambda records, mode: (tensor(records["label"]), tensor(records["label"]))).check_missing()
+
+
+def test_a_feed_that_casts_a_gap_to_a_whole_number_is_refused(tmp_path):
+    uri = write(tmp_path, ["1,0", "2,", "3,1"], header="x,label")
+
+    def cast(records, mode):
+        with np.errstate(invalid="ignore"):
+            return tensor(records["x"]), torch.tensor(records["label"].to_numpy().astype(np.int64))
+
+    with pytest.raises(MissingValues, match="column 'label' has no value in 1 of 3 records, first in row 2"):
+        source_of(uri, feed=cast).check_missing()
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,7 @@
 """Missing values in the columns of records: counted before training, and refused or filled by rule.
 
-Missing is a null (an empty cell of CSV, `NA` in a column of numbers, NULL of a database) and NaN. By default a column
-with missing values is refused; a recipe's `missing` names another rule, for all columns or by column:
+Missing is a null (an empty cell of CSV, `NA` in a column of numbers, NULL of a database) and NaN, also in lists. By
+default a column with missing values is refused; a recipe's `missing` names another rule, for all columns or by column:
 
     missing = "mean"                                    missing = {"age": "mean", "city": "category", "visits": 0}
 
@@ -30,7 +30,7 @@ from trueline.storage.cache import cache_folder
 Rule = str | int | float
 MISSING = "<missing>"
 MAX_CELLS = 20_000_000
-_ROWS = 65536
+_ROWS, _FEW = 65536, 64
 _SHOWN = 5
 _FLOAT32 = float(np.finfo(np.float32).max)
 _KEPT_FROM = 1_000_000
@@ -147,6 +147,8 @@ class ColumnGap:
 
     column: str
     beyond: bool
+    inside: bool = False
+    """Whether they may lie in lists."""
     count: int = 0
     first: int = -1
     exact: bool = True
@@ -163,23 +165,53 @@ class Count:
     def add(self, table: pa.Table, names: list[str], offset: int) -> None:
         self.seen += len(table)
         for name in names:
-            column = table.column(name)
-            if column.null_count:
-                self._enter(name, False, pc.is_null(column).to_numpy(), offset)
-            if pa.types.is_floating(column.type):
-                values = np.asarray(column.fill_null(0).to_numpy(), np.float64)
-                if not (np.abs(values) <= _FLOAT32).all():
-                    absent = np.isnan(values)
-                    self._enter(name, False, absent, offset)
-                    self._enter(name, True, ~absent & ~(np.abs(values) <= _FLOAT32), offset)
+            start = offset
+            for part in table.column(name).chunks:
+                for beyond, where in enumerate(find_gaps(part)):
+                    if where is not None:
+                        self._enter(name, bool(beyond), where, start, inside=_is_list(part.type))
+                start += len(part)
 
-    def _enter(self, name: str, beyond: bool, where: Any, offset: int) -> None:
+    def _enter(self, name: str, beyond: bool, where: Any, offset: int, *, inside: bool) -> None:
         places = np.flatnonzero(where)
         if not len(places):
             return
-        gap = self.gaps.setdefault((name, beyond), ColumnGap(name, beyond))
+        gap = self.gaps.setdefault((name, beyond), ColumnGap(name, beyond, inside))
         gap.count += len(places)
         gap.first = offset + int(places[0]) if gap.first < 0 else min(gap.first, offset + int(places[0]))
+
+
+def find_gaps(column: pa.Array) -> tuple[Any, Any]:
+    """[records] Which records lack a value, and which have one that float32 cannot hold; also in lists. None: none."""
+    absent = pc.is_null(column).to_numpy(zero_copy_only=False) if column.null_count else None
+    beyond = None
+    if _is_list(column.type):
+        parents = pc.list_parent_indices(column).to_numpy()
+        inner = [None if where is None else np.bincount(parents[where], minlength=len(column)) > 0
+                 for where in find_gaps(pc.list_flatten(column))]  # fmt: skip
+        absent, beyond = inner[0] if absent is None else absent if inner[0] is None else absent | inner[0], inner[1]
+    elif pa.types.is_floating(column.type):
+        values = np.asarray(pc.fill_null(column, 0).to_numpy(zero_copy_only=False), np.float64)
+        held = np.abs(values) <= _FLOAT32
+        if not held.all():
+            nans = np.isnan(values)
+            absent = nans if absent is None else absent | nans
+            beyond = ~held & ~nans
+    return absent, beyond
+
+
+def _count_cells(records: Records, names: list[str]) -> int:
+    """About how many cells a record has, those of lists included."""
+    lists = [name for name in names if _is_list(records.schema.field(name).type)]
+    cells = max(len(records.schema), 1)
+    if lists and records.units:
+        table = records.load(0, 0, min(_FEW, records.units[0].count))
+        for name in lists:
+            values = table.column(name)
+            while _is_list(values.type):
+                values = pc.list_flatten(values)
+            cells += len(values) // max(len(table), 1)
+    return cells
 
 
 def count_missing(records: Records, names: list[str]) -> Count:
@@ -187,7 +219,7 @@ def count_missing(records: Records, names: list[str]) -> Count:
     units = records.units
     total = sum(unit.count for unit in units)
     count = Count(total)
-    left = MAX_CELLS // max(len(records.schema), 1)
+    left = MAX_CELLS // _count_cells(records, names)
     chosen = list(range(len(units)))
     if total > left:
         wanted = max(1, min(len(units), left // max(1, min(max(unit.count for unit in units), _ROWS))))
@@ -222,7 +254,7 @@ def _add_statistics(count: Count, records: Records, names: list[str]) -> None:
         nulls = records.null_counts(number)
         for name in names:
             if many := nulls.get(name, 0):
-                gap = count.gaps.setdefault((name, False), ColumnGap(name, False, first=-1))
+                gap = count.gaps.setdefault((name, False), ColumnGap(name, False))
                 gap.count += many
                 if gap.first < 0:
                     column = records.load(number, 0, unit.count).column(name)
@@ -237,19 +269,30 @@ def refuse(count: Count, describe: Callable[[int], str]) -> None:
     seen = f"{count.total}" if count.seen >= count.total else f"{count.seen} sampled of {count.total}"
     parts = []
     for gap in gaps[:_SHOWN]:
-        what = "a value that float32 cannot hold" if gap.beyond else "no value"
+        what = "no value, or a list with a missing one," if gap.inside else "no value"
+        what = "a value that float32 cannot hold" if gap.beyond else what
         parts.append(
             f"column '{gap.column}' has {what} in {gap.count} of {seen} records, first in row {gap.first + 1} "
             f"({describe(gap.first)})"
         )
     if len(gaps) > _SHOWN:
         parts.append(f"and {len(gaps) - _SHOWN} more columns")
-    named = gaps[0].column
+    named = next((gap.column for gap in gaps if not gap.beyond), None)
+    if gaps[0].inside and not gaps[0].beyond:
+        hint = f'correct the records, or declare columns = {{"{gaps[0].column}": Series(...)}}: gaps are padding then'
+        raise MissingValues("; ".join(parts), hint=f'{hint}; missing = {{...: "keep"}} where feed handles them')
+    if named is None:
+        hint = f'correct the records, or clip them in feed, with missing = {{"{gaps[0].column}": "keep"}} in the recipe'
+        raise MissingValues("; ".join(parts), hint=hint)
     raise MissingValues(
         "; ".join(parts),
         hint=f'correct the records, or say what stands in their place in the recipe: missing = {{"{named}": "mean"}} '
         '("zero", "category" for text, a number; "keep" where feed handles it)',
     )
+
+
+def _is_list(kind: pa.DataType) -> bool:
+    return bool(pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind))
 
 
 def _is_number(kind: pa.DataType) -> bool:

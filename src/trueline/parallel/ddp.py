@@ -165,11 +165,12 @@ class DdpExchange:
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
         synced = self._ddp is not None and self.syncing and not self._inside and not self.broken
-        if not synced or not (self._model.training and torch.is_grad_enabled()):
+        # Which parameters a step leaves out shows its loss, and not what `model(...)` returns: a loop may call parts of
+        # the model beside it. So with find_unused DDP's forward runs in `reduce`.
+        if not synced or self._find_unused or not (self._model.training and torch.is_grad_enabled()):
             return self.original(*args, **kwargs)
         try:
-            outputs = self._run_ddp(*args, **kwargs)
-            return outputs[0] if self._find_unused else outputs
+            return self._run_ddp(*args, **kwargs)
         except Overtaken:
             raise
         except RuntimeError as error:

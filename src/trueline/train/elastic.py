@@ -118,7 +118,7 @@ class Elastic(LoopView):
         if isinstance(self._trial, LossTrial):
             yield from self._try_loop(self._trial)
         self._replica.take_traits(self._traits)
-        self._doubts = Doubts(self._traits)
+        self._doubts = Doubts(self._traits, None if self._replica.owned else self.model)
         self._watch_generators()
         store = StoreServer()
         plan = self._plan

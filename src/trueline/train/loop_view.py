@@ -113,6 +113,7 @@ class LoopView:
                 self._trial, self._batch = trial, tried
                 yield tried
             self._trial = None
+            self._replica.reset_buffers()
             if (again := read()) is None:
                 return
             batch = again

@@ -66,6 +66,13 @@ def average_tensors(world: World) -> None:
     world.kept.update({name: 0.9 * world.kept[name] + 0.1 * value for name, value in world.model.state_dict().items()})
 
 
+def wait(world: World) -> None:
+    """After the first step and the two that follow, the counter is what it was."""
+    world.kept += 1
+    if world.kept == 2:
+        world.kept, world.advance.param_groups[0]["lr"] = 0, world.advance.param_groups[0]["lr"] / 2
+
+
 def slow_down(world: World) -> None:
     for group in world.advance.param_groups:
         group["lr"] *= 0.9
@@ -83,10 +90,11 @@ def count(world: World) -> None:
         (World, copy.deepcopy, average, r"another module \(Sequential\)", "JointOptimizer"),
         (World, lambda model: dict(copy.deepcopy(model.state_dict())), average_tensors, "copy of the weights", "ema="),
         (World, None, slow_down, "sets the optimizer's numbers", "batch.step"),
+        (World, lambda _: -1, wait, "sets the optimizer's numbers .* or by what it keeps", "batch.step"),
         (Uses, lambda model: 0, count, "the loss of the same records is .* instead of", "batch.step or job.steps"),
         (Uses, lambda _: torch.zeros(()), lambda world: world.kept.copy_(world.inputs.mean()), "instead of", "buffer"),
     ], 3, pytest.mark.jobs),
-    ids=["clamp", "swa", "second model", "tensors", "rate", "counter", "tensor"],
+    ids=["clamp", "swa", "second model", "tensors", "rate", "plateau", "counter", "tensor"],
 )  # fmt: skip
 def test_what_a_worker_that_joins_would_not_have_is_refused_before_the_first_step(make, keep, after, why, act):
     world = make()

@@ -21,6 +21,8 @@ pytestmark = pytest.mark.slow
 
 INPUTS = torch.randn(60, 6, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
 DATA = TensorDataset(INPUTS, INPUTS.sin().sum(dim=1, keepdim=True))
+FEW = INPUTS[:, 0].topk(3).values[2].item()
+"""Two records have more in their first column."""
 DRAWS: list[Callable[[], float]] = [
     lambda: float(torch.rand(())),
     random.random,
@@ -38,6 +40,18 @@ class Dropped(nn.Module):
 
     def forward(self, inputs: Tensor) -> Tensor:
         return inputs if self.training and self._draw() < 0.5 else inputs + self.layer(inputs)
+
+
+class WithRare(nn.Module):
+    """A model with a head that its forward does not call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.usual, self.rare = nn.Linear(6, 1), nn.Linear(6, 1)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        outputs: Tensor = self.usual(inputs)
+        return outputs
 
 
 def run(draw: Callable[[], float], seed: int = 0) -> Any:
@@ -75,6 +89,29 @@ def test_a_layer_that_only_a_later_step_uses_trains():
         job.step((outputs - batch.labels).square().mean())
         assert batch.trial or (model["later"].weight.tolist() == before) == (job.steps <= 10)
     assert job.steps == 15
+
+
+@pytest.mark.jobs
+def test_a_part_of_the_model_that_the_loop_calls_for_few_records_trains_alike_for_one_and_three_workers():
+    """`model(...)` does not show that the loss will use it."""
+
+    def train() -> list[Any]:
+        torch.manual_seed(0)
+        model = WithRare().double()
+        job = Elastic(model, torch.optim.Adam(model.parameters(), lr=0.02), DATA, global_batch=12, epochs=3)
+        for batch in job:
+            losses = (model(batch.inputs) - batch.labels).square()
+            few = batch.inputs[:, :1] > FEW
+            if few.any():
+                losses = losses + few * model.rare(batch.inputs)
+            job.step(losses.mean())
+        assert (job.steps, job._traits.skips) == (15, True)
+        return [value.tolist() for value in model.parameters()]
+
+    alone = train()
+    for members in together(3, train):
+        for found, expected in zip(members, alone, strict=True):
+            torch.testing.assert_close(torch.tensor(found), torch.tensor(expected), rtol=1e-6, atol=1e-9)
 
 
 def test_where_no_trial_has_seen_it_the_error_says_that_a_step_has_left_parameters_out(monkeypatch):

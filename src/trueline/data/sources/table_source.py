@@ -81,25 +81,24 @@ class TableSource:
         return self.records.fingerprint()
 
     def check_missing(self) -> None:
-        """Raises MissingValues for columns with missing values that have no rule, by count and first record.
+        """Raises MissingValues for columns with missing values that have no rule, and for those with numbers that
+        float32 cannot hold, by count and first record.
 
-        A `feed` of the user's may handle them: it is tried on the first record that lacks a value.
+        A `feed` of the user's may handle them: it is tried on the first record that has one.
         """
         feed, used = self._feed, self.records.schema.names
         if isinstance(feed, ColumnFeed):
             return  # the fit of the columns has counted them
         if isinstance(feed, DefaultFeed):
             used = feed.columns(self.records.schema, self._mode)
-        names = [name for name in used if name not in self.fills and self._missing.rule(name)[0] != "keep"]
-        count = count_missing(self.records, names)
-        if not isinstance(feed, DefaultFeed):
-            count.gaps = {
-                key: gap for key, gap in count.gaps.items() if not gap.beyond and not self._can_feed(gap.first)
-            }
+        count = count_missing(self.records, [name for name in used if self._missing.rule(name)[0] != "keep"])
+        gaps = [(key, gap) for key, gap in count.gaps.items() if gap.beyond or gap.column not in self.fills]
+        tried = not isinstance(feed, DefaultFeed)
+        count.gaps = {key: gap for key, gap in gaps if not (tried and self._can_feed(gap.first, finite=gap.beyond))}
         refuse(count, partial(describe_record, self))
 
-    def _can_feed(self, record: int) -> bool:
-        """Whether `feed` makes tensors without NaN of a record that lacks a value."""
+    def _can_feed(self, record: int, *, finite: bool) -> bool:
+        """Whether `feed` makes tensors without NaN of a record that lacks a value; `finite`: and without infinity."""
         import torch
 
         try:
@@ -107,7 +106,7 @@ class TableSource:
         except DataError:
             return False
         tensors = [one for one in _leaves((batch.inputs, batch.labels)) if isinstance(one, torch.Tensor)]
-        return not any(bool(torch.isnan(one).any()) for one in tensors if one.is_floating_point())
+        return not any(_lacks(one, finite=finite) for one in tensors)
 
     def _feed_table(self, table: pa.Table) -> Batch:
         table = fill(table, self.fills) if self.fills else table
@@ -126,6 +125,15 @@ class TableSource:
         if labels is not None or self._mode != "prediction":
             _check_count(labels, table.num_rows, self._labels)
         return Batch(inputs, labels)
+
+
+def _lacks(tensor: Any, *, finite: bool) -> bool:
+    """Whether it has NaN, or what numpy's cast of NaN to a whole number is; `finite`: or infinity."""
+    import torch
+
+    if tensor.is_floating_point():
+        return bool((~tensor.isfinite() if finite else tensor.isnan()).any())
+    return tensor.dtype in (torch.int64, torch.int32) and bool((tensor == torch.iinfo(tensor.dtype).min).any())
 
 
 def _leaves(value: Any) -> list[Any]:

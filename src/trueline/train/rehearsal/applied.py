@@ -67,6 +67,7 @@ class AppliedTrial:
                 yield from self._one(ids, step)
             if ids is first:
                 self._memory.look()
+        self._note(self._find_rule_of_losses())
         for place in self._memory.list_changed() if self.fault is None else ():
             with kept.change(place):
                 self._place = place
@@ -157,6 +158,17 @@ class AppliedTrial:
                 "it in a buffer of the model",
             )
         return None
+
+    def _find_rule_of_losses(self) -> UsageError | None:
+        """Whether the optimizer's numbers follow from more than the step, which these batches have in common."""
+        other = next((one for one in self._ended if one != self._ended[0]), None)
+        if other is None:
+            return None
+        return UsageError(
+            "the loop sets the optimizer's numbers (a learning rate) by its losses, or by what it keeps: after a step "
+            f"that was applied they are {self._ended[0]}, and {other} after the same step with other records or later",
+            hint=_SCHEDULE,
+        )
 
     def _find_use(self, place: places.KeptPlace) -> None:
         """Whether the last batch, with another value in `place`, had another loss or left other numbers behind."""

@@ -18,6 +18,7 @@ from trueline import events
 from trueline.data.source import Batch
 from trueline.errors import UsageError
 from trueline.train.rehearsal import fork
+from trueline.train.rehearsal.modes import ModuleModes
 from trueline.train.step import features
 from trueline.train.step.contribution import StepBatch
 from trueline.train.step.model_traits import ModelTraits
@@ -43,8 +44,10 @@ _HINT = (
 class Doubts:
     """`why` a batch or its loss differs from those that were tried, and has to be tried; empty: it does not."""
 
-    def __init__(self, traits: ModelTraits) -> None:
+    def __init__(self, traits: ModelTraits, loop_model: torch.nn.Module | None = None) -> None:
+        """`loop_model`: what a loop of the user's own trains."""
         self.why, self._how = "", traits.reduction
+        self._modes = ModuleModes(loop_model) if loop_model is not None else None
         self._rules: dict[str, list[Rule]] = {traits.form: list(traits.divisors)} if traits.form else {}
         self._columns: list[features.Column] = [(at, kind, list(seen)) for at, kind, seen in traits.looks]
         self._found = Divisors(0, "", ())
@@ -61,6 +64,8 @@ class Doubts:
 
     def look(self, batch: StepBatch) -> bool:
         """Whether `batch` has records that are unlike all that were looked at: it is tried before its loss."""
+        if self._modes is not None:
+            self._modes.begin()
         ahead, self._ahead, self._odd = self._ahead, None, []
         known = ahead is not None and ahead[0].inputs is batch.inputs and ahead[0].labels is batch.labels
         if ahead is not None and known:
@@ -74,7 +79,11 @@ class Doubts:
         return bool(self.why)
 
     def rise(self, loss: torch.Tensor, records: int) -> bool:
-        """Whether the `loss` of this number of records is unlike those that were tried, and has to be tried first."""
+        """Whether the `loss` of this number of records is unlike those that were tried, and has to be tried first; or
+        was computed in other modes, so that the loop gets the batch again. Raises UsageError for those of no step."""
+        if self._modes is not None and self._modes.compare():
+            self.why = "has parts of the model in another mode"
+            return True
         if not self._rules:
             return False
         found, self._new = read_divisors(loss, records), None
@@ -95,6 +104,10 @@ class Doubts:
         self, tried: TrialInputs, doubted: StepBatch, settings: OptimizerSettings
     ) -> Generator[tuple[LossTrial, StepBatch], None, None]:
         """The batches of a trial of `doubted`, with that trial. Raises UsageError if its loss reduces otherwise."""
+        if self._modes is not None and self._modes.repeats:
+            self._modes.reset()
+            self.why = ""
+            return
         step = doubted.step
         trial = LossTrial(replace(tried, chosen=self._choose(tried, doubted.records), step=step))
         events.emit("loss.doubted", step=step, why=self.why)

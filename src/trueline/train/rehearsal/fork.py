@@ -34,6 +34,7 @@ from trueline.data.loading.worker_pool import ReaderClient, answer_request, end_
 from trueline.errors import RecipeError, TruelineError, UsageError, find_error_class
 from trueline.train.rehearsal import applied, joined, places
 from trueline.train.rehearsal.alike import AlikeTrial, wants_comparing
+from trueline.train.rehearsal.double import DoubleTrial, wants_double
 from trueline.train.rehearsal.fresh import FreshTrial
 from trueline.train.rehearsal.settled import load_traits, settle_traits
 from trueline.train.step.contribution import StepBatch
@@ -90,6 +91,8 @@ def try_loop(trial: LossTrial, shown: ModelTraits, optimizer_step: OptimizerStep
         yield from trial.batches()
     else:
         trial.accept(found)
+        if wants_double(trial.inputs, trial.traits):
+            yield from try_again(DoubleTrial(trial), optimizer_step.settings)
     mine = trial.traits.reads
     trial.traits = settle_traits(trial.traits)
     if wants_comparing(mine, trial.traits.reads):

@@ -38,6 +38,7 @@ class ModelTraits:
     form: str = ""  # of a mean: the operations at the top of a loss (`reduction.Divisors`)
     divisors: Sequence[Any] = ()  # and a rule for what each of them divides by
     looks: Sequence[Any] = ()  # what all records had in common that were looked at (`features.Column`)
+    off: float = 0.0  # how far the last losses of parts were from the whole
     reads: dict[str, Any] = field(default_factory=dict)  # what a loss reads and is in the first worker (`alike.py`)
 
     @property

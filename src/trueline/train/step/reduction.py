@@ -296,12 +296,17 @@ def confirm(tried: Sequence[LossSample], how: str, named: str, tolerance: float,
     not, and nothing is named."""
     if not tried or not all(math.isfinite(one.loss) for one in tried):
         return True
-    whole, cuts = tried[0], [tried[at : at + 2] for at in range(1, len(tried), 2)]
-    off = max(difference(whole, combine(parts, how)) for parts in cuts)
+    off = measure_off(tried, how)
     if off <= tolerance or named != "auto":
         return off <= tolerance
-    error = _refusal(whole, cuts[0], {how: off}, tied=False, draws=False)
+    error = _refusal(tried[0], tried[1:3], {how: off}, tied=False, draws=False)
     raise UsageError(f"{where}, {error.message}", hint=error.hint)
+
+
+def measure_off(tried: Sequence[LossSample], how: str) -> float:
+    """How far parts are from the whole, which is the first of those that were `tried`; two parts make one."""
+    cuts = [tried[at : at + 2] for at in range(1, len(tried), 2)]
+    return max((difference(tried[0], combine(parts, how)) for parts in cuts), default=0.0)
 
 
 def _has_constant(whole: LossSample, cuts: Sequence[Sequence[LossSample]]) -> bool:

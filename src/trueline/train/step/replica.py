@@ -121,12 +121,12 @@ class Replica:
     def detach(self) -> None:
         """Leaves the group, and takes the running statistics of the last applied step again."""
         self.exchange.detach()
-        self._reset_statistics()
+        self.reset_buffers()
         self.optimizer_step.zero_grad()  # gradients lie in the memory of the group's buckets
 
     def begin(self) -> None:
         """Begins a step: no gradients, no contributions; running statistics are those of the last applied step."""
-        self._reset_statistics()
+        self.reset_buffers()
         self.optimizer_step.zero_grad()
         self._gathered, self._versions = [], self._read_versions()
         self.exchange.beside.zero_()
@@ -142,7 +142,7 @@ class Replica:
         self._gathered = [value.grad for value in self._parameters]
         for value in self._parameters:
             value.grad = None
-        self._reset_statistics()
+        self.reset_buffers()
 
     def reduce(
         self, piece: tuple[torch.Tensor, float, Ints, Share] | None, account: StepAccount, shares: Shares
@@ -151,7 +151,7 @@ class Replica:
         last = None if piece is None else self._piece(*piece)
         self._return_gradients()
         summed, self._summed = self.exchange.reduce(last, account.pack(), shares)
-        self._reset_statistics()
+        self.reset_buffers()
         return StepAccount.unpack(summed, settings=self.optimizer_step.settings.width)
 
     def is_finite(self) -> bool:
@@ -220,9 +220,9 @@ class Replica:
             at += len(change)
         return BackwardPiece(loss, self.optimizer_step.scale_loss(loss), share.gradient, share.loss)
 
-    def _reset_statistics(self) -> None:
+    def reset_buffers(self) -> None:
         """Gives each piece the same running statistics and buffers; only after its backward, which may rerun the
-        forward."""
+        forward, or where its forward counts for nothing."""
         for slot, (value, content) in zip(self._buffers, self._buffers_before, strict=False):
             slot.set(value, content)
         if not self._before:

@@ -95,7 +95,7 @@ class LossTrial:
 
     traits: ModelTraits
     failed = False  # whether the loop's code raised for one of its batches
-    leads = True  # what `job.leads` is meanwhile
+    leads, in_double = True, IN_DOUBLE  # what `job.leads` is meanwhile; the tolerance of losses in float64
 
     def __init__(self, trial: TrialInputs) -> None:
         self.inputs, self.taken = trial, False
@@ -249,8 +249,7 @@ class LossTrial:
     def _traits(self, how: str, *, whole: bool) -> ModelTraits:
         shown = model_traits.read_traits(self.inputs.model)
         even = self.inputs.options.reduction == "auto" and not self._uneven
-        whole = whole or self._bent
-        draws = shown.draws or self._draws
+        whole, draws = whole or self._bent, shown.draws or self._draws
         half = self._half and self.inputs.options.precision == "fp32"  # else the user knows of its rounding
         buffers = tuple(sorted(self._buffers))
         looks = self._looks if self.inputs.options.reduction == "auto" and not whole and self.divisors else []
@@ -357,7 +356,7 @@ class LossTrial:
         whole, parts = next(iter(self.tried), None), self.tried[1:]
         named = trial.options.reduction
         how, confirmed = reduction.decide(whole, [parts[:2], parts[2:]], named, self.tolerance, draws=draws)
-        shares = [] if whole is None else [(part.records / whole.records) for part in parts]
+        shares, off = [part.records / self.tried[0].records for part in parts], reduction.measure_off(self.tried, how)
         late = LateTrial(self, how, ids[:FEW] if self.took_s >= QUICK_S else ids)
         changed = BufferChanges(trial.model, self._buffers, self._changes)
         confirmed = confirmed and changed.confirm(shares, self.tolerance, refuses=named == "auto")
@@ -373,7 +372,7 @@ class LossTrial:
             seen = len(self.divisors)
             confirmed = yield from late.batches(changed.constant())
             del self.divisors[seen:]
-        self.traits = self._traits(how, whole=not confirmed)
+        self.traits = replace(self._traits(how, whole=not confirmed), off=off)
 
     def each_part(self, ids: Ints, *, step: int | None = None, bend: Sequence[int] = (), cuts: int = 2) -> Batches:
         """The batches `ids` as a whole and cut in two, in one or two ways; `tried` has their losses then."""
@@ -391,7 +390,7 @@ class LossTrial:
         if self._half:
             return IN_HALF
         if not self._single and all(value.dtype == torch.float64 for value in self._parameters):
-            return IN_DOUBLE
+            return self.in_double
         return TOLERANCE if all(value.is_cpu for value in self._parameters) else ON_DEVICE
 
 

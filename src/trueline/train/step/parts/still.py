@@ -49,8 +49,8 @@ class WatchedOperators(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._still, self._bend = still, bend
 
     def begin(self) -> None:
-        """Another batch begins."""
-        self.draws, self.tosses, self.bounds = False, False, []
+        """Another batch begins; it was read in any precision."""
+        self.draws, self.tosses, self.single, self.bounds = False, False, False, []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

@@ -1,0 +1,92 @@
+"""A part of the model that changes its mode while the job trains follows from the step, or ends the job."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+from trueline.errors import UsageError
+from trueline.train.elastic import Elastic
+from worlds.groups import together
+
+INPUTS = torch.randn(96, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+DATA = TensorDataset(INPUTS, INPUTS.sum(dim=1, keepdim=True))
+Change = Callable[[nn.Module, Any], object]
+
+
+class Counted(nn.Module):
+    """Doubles what it gets while it trains, and counts its forwards in a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("forwards", torch.zeros((), dtype=torch.float64))
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            self.forwards += 1
+        return 2 * inputs if self.training else inputs
+
+
+def train(before: Change, after: Change = lambda *_: None, *, frozen: bool = False) -> list[Any]:
+    """The weights after twelve steps, and the steps in which the body ran."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 5), Counted(), nn.Tanh(), nn.Linear(5, 1)).double()
+    model[1].train(not frozen)
+    job = Elastic(model, torch.optim.SGD(model.parameters(), lr=0.05), DATA, global_batch=8)
+    ran = []
+    for batch in job:
+        before(model, batch)
+        if not batch.trial:
+            ran.append(batch.step)
+        if job.step((model(batch.inputs) - batch.labels).square().mean()):
+            after(model, job)
+    assert job.steps == 12
+    return [value.tolist() for value in model.state_dict().values()] + [ran]
+
+
+def end_at(step: int) -> Change:
+    return lambda model, job: model.eval() if job.steps == step else None
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "part"),
+    [
+        (lambda *_: None, end_at(3), "the model is in evaluation mode"),
+        (lambda model, batch: model[1].eval() if batch.step == 3 else None, lambda *_: None, "'1' is in evaluation"),
+        (lambda *_: None, lambda model, job: model.train() if job.steps == 9 else None, "'1' is in training"),
+    ],
+    ids=["forgotten train", "once", "all of it thawed"],
+)
+def test_a_mode_that_an_earlier_batch_has_left_behind_ends_the_job(before, after, part):
+    applied = []
+    with pytest.raises(UsageError, match=part) as refused:
+        train(
+            before,
+            lambda model, job: (applied.append(job.steps), after(model, job)),
+            frozen="'1' is in training" in part,
+        )
+    assert len(applied) in (3, 4, 9)
+    assert "by batch.step" in refused.value.hint
+
+
+@pytest.mark.jobs
+def test_a_mode_that_follows_from_the_step_trains_alike_for_one_and_three_workers_and_runs_two_bodies_more():
+    def thaw(model: nn.Module, batch: Any) -> None:
+        model[1].train(batch.step >= 5)
+
+    (*alone, ran) = train(thaw, frozen=True)
+    assert ran == sorted([*range(12), 5, 6])
+    assert alone[2] == 7, "forwards that are given up do not count"
+    for *found, _ in together(3, lambda: train(thaw, frozen=True)):
+        for mine, its in zip(found, alone, strict=True):
+            torch.testing.assert_close(torch.tensor(mine), torch.tensor(its), rtol=1e-6, atol=1e-9)
+
+
+def test_a_model_that_is_evaluated_between_its_batches_trains():
+    *_, ran = train(lambda model, _: model.train(), lambda model, _: model.eval())
+    assert ran == list(range(12))
