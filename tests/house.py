@@ -79,6 +79,7 @@ MAX_LINES += 260  # inputs that a claim holds at one value, further functions of
 MAX_LINES += 770  # texts, hashes, callers and draws that decide, numbers that helpers compare (0020)
 MAX_LINES += 240  # a search alone in its folder, promises before a training, masks of infinity (0025)
 MAX_LINES += 60  # the states of generators, read where they lie, in a file of their own
+MAX_LINES += 300  # later values of iterators and files, rare draws of torch, unseeded generators (0020)
 MAX_FOLDER_FILES = 20
 MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 50
