@@ -80,6 +80,7 @@ MAX_LINES += 770  # texts, hashes, callers and draws that decide, numbers that h
 MAX_LINES += 240  # a search alone in its folder, promises before a training, masks of infinity (0025)
 MAX_LINES += 60  # the states of generators, read where they lie, in a file of their own
 MAX_LINES += 300  # later values of iterators and files, rare draws of torch, unseeded generators (0020)
+MAX_LINES += 40  # extremes of large whole numbers along a dimension (0020)
 MAX_FOLDER_FILES = 20
 MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 50
