@@ -10,7 +10,7 @@ import itertools
 import re
 import sqlite3
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from typing import IO, Any
 
@@ -42,6 +42,17 @@ class TakesNext(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return x * float(self.take())
+
+
+class Sends(TakesNext):
+    """A size, of which the generator keeps the largest."""
+
+    def __init__(self, stream: Any) -> None:
+        super().__init__(stream)
+        next(stream)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x / self.stream.send(x.shape[1])
 
 
 class TakesText(TakesNext):
@@ -116,6 +127,12 @@ def files_are_closed() -> Iterator[None]:
         OPENED.pop().close()
 
 
+def keep_largest() -> Generator[int, int, None]:
+    largest = 1
+    while True:
+        largest = max(largest, (yield largest))
+
+
 def open_file(path: Path, mode: str) -> Any:
     OPENED.append(path.open(mode))
     return OPENED[-1]
@@ -157,6 +174,7 @@ CASES: dict[str, tuple[type[TakesNext], Callable[[Path], Any]]] = {
     "bytes of a device": (ComparesNext, lambda _: open_file(Path("/dev/urandom"), "rb")),
     "rows": (TakesFirst, lambda _: select_rows()),
     "a loader": (TakesTensor, lambda _: iter(DataLoader(TensorDataset(torch.ones(500, 4))))),
+    "what is sent": (Sends, lambda _: keep_largest()),
     "an end": (TakesOrEnds, lambda _: iter(range(LATE))),
 }
 

@@ -37,8 +37,9 @@ def is_stream(value: Any) -> bool:
 
 
 def hides_place(value: Any) -> bool:
-    """Whether nothing shows how far a stream is."""
-    if isinstance(value, io.StringIO | io.BytesIO | GeneratorType) or not is_stream(value):
+    """Whether nothing shows how far a stream is. A generator counts: what it keeps may follow from earlier sizes that
+    it was sent, and it cannot be put back."""
+    if isinstance(value, io.StringIO | io.BytesIO) or not is_stream(value):
         return False
     return not is_iterator(value) or not any(find_position(value))
 
