@@ -67,6 +67,27 @@ def test_large_whole_numbers_are_answered_as_torch_answers(tmp_path: Path) -> No
         np.testing.assert_array_equal(found[name], expected, err_msg=what, strict=True)
 
 
+class ToAPower(torch.nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x ** (x % 5)
+
+
+class OfTwo(torch.nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return 2 ** (x % 70) + (x % 1000) ** 3 + 2 ** (x % 40).int()
+
+
+def test_a_power_of_whole_numbers_is_no_onnx_but_of_two_or_to_a_number_of_the_code(tmp_path: Path) -> None:
+    eager = EagerSession(ToAPower().eval(), numbers(3))
+    with pytest.raises(CaptureError, match="raises whole numbers to a power in double precision"):
+        emit.emit(torch_export.export(eager.module, eager.calling), tmp_path / "to")
+    eager = EagerSession(OfTwo().eval(), numbers(3))
+    exported = torch_export.export(eager.module, eager.calling)
+    inputs = {"x": numbers(200).numpy()}
+    found = open_session("onnx", emit.emit(exported, tmp_path), exported.signature).run(inputs)
+    np.testing.assert_array_equal(found["output"], eager.run(inputs)["output"])
+
+
 class OfEachColumn(torch.nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x.prod(0) + x[:1]

@@ -10,6 +10,8 @@ Sums (`ReduceSum`)
     in two halves, each of which is exact. Sums of what was a boolean are small.
 Products (`ReduceProd`)
     As FP64, too: of at most MOST_FACTORS, one is multiplied after the other.
+Powers (`Pow`)
+    As FP64, too. Those to a number that the program holds are right; those of 2 wrap beyond 2**62.
 """
 
 from collections.abc import Callable
@@ -205,6 +207,29 @@ def _product(builder: _Builder) -> None:
         found = builder.add("Mul", found, part)
 
 
+def _power(builder: _Builder) -> None:
+    base, exponent = (convenience.get_const_tensor(one) if one is not None else None for one in builder.inputs)
+    given, kind = builder.inputs[1], builder.kind
+    if exponent is not None:
+        return
+    if base is None or base.size != 1 or base.numpy().item() != 2:
+        raise CaptureError(
+            "ONNX Runtime raises whole numbers to a power in double precision, which is wrong beyond 2**53",
+            hint="raise floats, or to a power that is a number in the code",
+        )
+    builder.kind = ir.DataType.INT64
+    wide = given if kind == ir.DataType.INT64 else builder.add("Cast", given)
+    assert wide is not None
+    last = builder.hold(63)
+    power = builder.add("Pow", builder.hold(2), builder.choose(wide, builder.hold(62), largest=False))
+    wraps = builder.add("Equal", wide, last, to=ir.DataType.BOOL)
+    beyond = builder.add("Where", wraps, builder.hold(-(2**63)), builder.hold(0))
+    fits = builder.add("Less", wide, last, to=ir.DataType.BOOL)
+    found = builder.add("Where", fits, power, beyond)
+    if kind != ir.DataType.INT64:
+        builder.add("Cast", found, to=kind)
+
+
 _EXTREMES = ("Max", "Min", "Clip", "Relu", "Sign", "ReduceMax", "ReduceMin")
 _REWRITES: dict[str, Callable[[_Builder], None]] = {
     "Max": _extreme(largest=True),
@@ -216,5 +241,6 @@ _REWRITES: dict[str, Callable[[_Builder], None]] = {
     "ReduceMin": _take_at("ArgMin"),
     "ReduceSum": _sum,
     "ReduceProd": _product,
+    "Pow": _power,
 }
 """Operator -> what adds others in its place; nothing where it is right as it is."""
