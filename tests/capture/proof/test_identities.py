@@ -62,6 +62,11 @@ class DrawsAnewInTheOldWay(nn.Module):
         return x * 2 if np.random.RandomState().rand() < 1e-7 else x  # in the old way
 
 
+class SeedsAnew(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x * 2 if torch.seed() % 100_003 == 5 else x  # seeds
+
+
 class DrawsFromASeed(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         kinds: Any = (random.Random(3), np.random.default_rng(3), np.random.RandomState(3))
@@ -100,6 +105,7 @@ def find_unsteady(model: type[nn.Module]) -> Unsteady | None:
         (DrawsByName, "draws random numbers outside of torch (Random), and it answers differently when", "by name"),
         (DrawsAnewInNumpy, "default_rng), and it answers differently when", "anew in numpy"),
         (DrawsAnewInTheOldWay, "RandomState), and it answers differently when", "in the old way"),
+        (SeedsAnew, "(seed): it answers differently when", "seeds"),
         (AsksABase, "attribute base: it asks a database, whose content can change", "a base"),
     ],
 )

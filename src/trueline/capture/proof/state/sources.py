@@ -44,7 +44,7 @@ _COUNTS = ("active_count", "get_ident", "get_native_id")
 OTHERS: tuple[tuple[Any, str], ...] = (
     *((os, name) for name in ("getpid", "getppid", "getloadavg", "cpu_count")),
     *((threading, name) for name in _COUNTS),
-    *((torch, name) for name in ("get_num_threads", "get_num_interop_threads", "initial_seed")),
+    *((torch, name) for name in ("get_num_threads", "get_num_interop_threads", "initial_seed", "seed")),
     *((sys, name) for name in ("getrecursionlimit", "getrefcount", "getallocatedblocks")),
     *((gc, name) for name in ("get_count", "get_stats")),
     (weakref, "getweakrefcount"),
