@@ -320,9 +320,8 @@ class NamesAZone(nn.Module):
         (NamesAZone, "the time zone"),
     ],
 )
-@pytest.mark.filterwarnings("ignore:old:DeprecationWarning")
 def test_what_is_seldom_otherwise_in_another_process_is_found(model: type[nn.Module], what: str) -> None:
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(record=True):
         warnings.simplefilter("ignore")
         found = find_unsteady(model)
     assert found is not None
