@@ -32,6 +32,14 @@ OPERATORS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "a sum in 32 bits": lambda x: x.sum(1, dtype=torch.int32),
     "a product of each row": lambda x: x.prod(1),
     "a product that keeps its dimension": lambda x: x.prod(1, keepdim=True),
+    "the largest of each row": lambda x: x.amax(1),
+    "the smallest of each row": lambda x: x.amin(1),
+    "the largest in groups": lambda x: x[:, :16].reshape(-1, 4, 4).amax(1),
+    "the smallest of each column": lambda x: x.amin(0),
+    "the largest of all": lambda x: x.max(),
+    "the smallest that keeps its dimensions": lambda x: x.amin((0, -1), keepdim=True),
+    "the largest with its place": lambda x: x.max(1).values,
+    "the most frequent of each row": lambda x: x[:, torch.arange(40) % 13].mode(1).values,
     "a count": lambda x: (x > 0).sum(1),
     "none of them zero": lambda x: (x != 0).prod(1),
 }
@@ -57,6 +65,27 @@ def test_large_whole_numbers_are_answered_as_torch_answers(tmp_path: Path) -> No
     found = program.run(inputs)
     for what, (name, expected) in zip(OPERATORS, eager.run(inputs).items(), strict=True):
         np.testing.assert_array_equal(found[name], expected, err_msg=what, strict=True)
+
+
+class ToAPower(torch.nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x ** (x % 5)
+
+
+class OfTwo(torch.nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return 2 ** (x % 70) + (x % 1000) ** 3 + 2 ** (x % 40).int()
+
+
+def test_a_power_of_whole_numbers_is_no_onnx_but_of_two_or_to_a_number_of_the_code(tmp_path: Path) -> None:
+    eager = EagerSession(ToAPower().eval(), numbers(3))
+    with pytest.raises(CaptureError, match="raises whole numbers to a power in double precision"):
+        emit.emit(torch_export.export(eager.module, eager.calling), tmp_path / "to")
+    eager = EagerSession(OfTwo().eval(), numbers(3))
+    exported = torch_export.export(eager.module, eager.calling)
+    inputs = {"x": numbers(200).numpy()}
+    found = open_session("onnx", emit.emit(exported, tmp_path), exported.signature).run(inputs)
+    np.testing.assert_array_equal(found["output"], eager.run(inputs)["output"])
 
 
 class OfEachColumn(torch.nn.Module):

@@ -222,7 +222,14 @@ class AddsUp(nn.Module):
         return x * 2 if large(x) else x + 1
 
 
-@pytest.mark.parametrize("kind", few([AddsUp, AddsUpUnlessTraced], 1, pytest.mark.jobs))
+class AddsUpInSinglePrecision(nn.Module):
+    """Where float64 goes another way, which excuses a program that does as well."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * (2 if x.sum().item().hex().endswith("0p+5") else 1)
+
+
+@pytest.mark.parametrize("kind", few([AddsUpInSinglePrecision, AddsUp, AddsUpUnlessTraced], 2, pytest.mark.jobs))
 def test_a_range_of_values_hides_no_branch_that_more_values_of_it_take(kind: type[nn.Module], tmp_path: Path) -> None:
     with pytest.raises(NotProven, match=rf"{Path(__file__).name}:\d+: .*(sum|large)\("):
         capture(untrained(kind, examples=lambda: torch.randn(3, 4)), None, tmp_path / "b")

@@ -12,6 +12,7 @@ import resource
 import shutil
 import sys
 import time
+import warnings
 
 import numpy as np
 import pytest
@@ -262,3 +263,70 @@ def test_a_time_zone_of_the_users_own_is_the_same_afterwards(monkeypatch: pytest
     monkeypatch.setenv("TZ", "UTC")
     find_unsteady(ReadsTheZone)
     assert os.environ["TZ"] == "UTC"
+
+
+class RecordsWarnings(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        with warnings.catch_warnings(record=True) as seen:  # recorded
+            warnings.warn("called", stacklevel=1)
+        return x * 2 if seen else x
+
+
+class RaisesWarnings(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        try:
+            warnings.warn("old", DeprecationWarning, stacklevel=1)
+        except DeprecationWarning:
+            return x * 2
+        return x
+
+
+class Warns(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            warnings.warn("called", stacklevel=1)
+        return x * 2
+
+
+class CallsItselfToTheEnd(nn.Module):
+    def dive(self, depth: int) -> int:
+        try:
+            return self.dive(depth + 1)
+        except RecursionError:
+            return depth
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * 2 if self.dive(0) > 500 else x
+
+
+class MeasuresItsStream(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x * 2 if sys.stdout.tell() > 10**6 else x  # measured
+
+
+class NamesAZone(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x * 2 if time.tzname[0] in ("PST", "PDT") else x  # named zone
+
+
+@pytest.mark.parametrize(
+    ("model", "what"),
+    [
+        (RecordsWarnings, "what is done with warnings"),
+        (RaisesWarnings, "what is done with warnings"),
+        (CallsItselfToTheEnd, "the depth of calls"),
+        (MeasuresItsStream, "the standard streams"),
+        (NamesAZone, "the time zone"),
+    ],
+)
+def test_what_is_seldom_otherwise_in_another_process_is_found(model: type[nn.Module], what: str) -> None:
+    with warnings.catch_warnings(record=True):
+        warnings.simplefilter("ignore")
+        found = find_unsteady(model)
+    assert found is not None
+    assert f"({what}): it answers differently where that is another" in found.why
+
+
+def test_a_warning_that_decides_nothing_is_no_reason_to_refuse() -> None:
+    assert find_unsteady(Warns) is None

@@ -24,6 +24,7 @@ _HIDING = frozenset(
         *(f"_{name}.{name.upper()}{kind}" for name in ("bz2", "lzma") for kind in ("Compressor", "Decompressor")),
     }
 )
+_BASES = frozenset({"sqlite3.Connection", "_dbm.dbm", "_gdbm.gdbm", "dbm.dumb._Database"})
 _SPANS = memoryview | mmap.mmap
 
 
@@ -48,6 +49,11 @@ def hides_state(value: Any) -> bool:
     """Whether it continues at each call, from a place that can be neither read nor put back: `re.finditer`, a
     compressor."""
     return f"{type(value).__module__}.{type(value).__name__}" in _HIDING
+
+
+def is_base(value: Any) -> bool:
+    """Whether it is an open database, which may hold other rows at each call."""
+    return f"{type(value).__module__}.{type(value).__name__}" in _BASES
 
 
 def is_hash(value: Any) -> bool:

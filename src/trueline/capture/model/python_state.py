@@ -8,9 +8,7 @@ back, container by container, so that what two parts share they share again.
 import array
 import copy
 import functools
-import operator
 import random
-import warnings
 import zlib
 from collections import OrderedDict, deque
 from collections.abc import Iterator
@@ -30,10 +28,10 @@ from trueline.capture.model.reach import (
     KeptValue,
     attributes,
     elements_of,
-    is_iterator,
     items_of,
     owner_of,
 )
+from trueline.capture.model.streams import copy_iterator, find_inside, find_position, is_iterator
 
 _LARGEST = 64 << 20
 """Bytes of a tensor above which it is not copied, only looked at."""
@@ -99,13 +97,19 @@ def _trace_object(value: Any) -> object:
     if isinstance(value, GeneratorType):
         frame = value.gi_frame
         kept = {} if frame is None else frame.f_locals
-        return "generator", -1 if frame is None else frame.f_lasti, [trace(one) for one in kept.values()]
+        return (
+            "generator",
+            -1 if frame is None else frame.f_lasti,
+            [trace(one) for one in kept.values()],
+            [*find_inside(value)],
+        )
     if isinstance(value, functools._lru_cache_wrapper):
         return "cache", value.cache_info().currsize if _is_own(value) else 0
     if is_iterator(value):
-        return type(value).__name__, _find_position(value)
+        return type(value).__name__, find_position(value)
     if isinstance(value, BuiltinFunctionType | MethodWrapperType) and owner_of(value) is not None:
-        return value.__name__, trace(owner_of(value))  # `itertools.count().__next__`
+        asked = value() if value.__name__ == "cache_info" else None
+        return value.__name__, asked, trace(owner_of(value))  # `itertools.count().__next__`
     if isinstance(value, BuiltinFunctionType | type):
         return id(value)
     kind = type(value)
@@ -145,23 +149,6 @@ def _trace_keys(value: dict[Any, Any]) -> object:
 def _some(flat: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     step = max(flat.nbytes // _READ, 1)
     return flat[::step] if step > 1 else flat
-
-
-def _find_position(value: Any) -> str:
-    """Where an iterator is."""
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # Python 3.12 and later: DeprecationWarning
-            _, _, *state = value.__reduce__()
-        plain = [one for one in state if isinstance(one, int | tuple)]
-    except (TypeError, ValueError, AttributeError):
-        plain = []
-    return (
-        repr(plain)
-        + str(operator.length_hint(value, -1))
-        + (repr(value) if type(value).__name__ in ("count", "repeat") else "")
-        + str(getattr(value, "line_num", ""))
-    )
 
 
 def state_of(value: Any) -> tuple[object, ...] | None:
@@ -206,7 +193,8 @@ class Memento:
         if file or kept.kind in ("attribute", "cell", "context", "partial"):
             self._single.append(kept)
         elif kept.kind == "dict":
-            self._containers.setdefault(id(kept.holder), (kept.holder, dict(items_of(kept.holder))))
+            if id(kept.holder) not in self._containers:
+                self._containers[id(kept.holder)] = kept.holder, dict(items_of(kept.holder))
         elif kept.kind == "element" and kept.holder.name == DEFAULTS:
             self._single.append(kept.holder)
         value = kept.value
@@ -214,7 +202,7 @@ class Memento:
         if isinstance(value, dict | list | set | deque | bytearray) and id(value) not in self._containers:
             self._containers[id(value)] = value, _shallow(value)
         elif is_iterator(value) and id(value) not in self._iterators:
-            self._iterators[id(value)] = value, _copy_iterator(value)
+            self._iterators[id(value)] = value, copy_iterator(value)
         elif isinstance(value, torch.Tensor | np.ndarray) or state_of(value) is not None:
             self._values.append((value, _copy_value(value)))
         elif (held := opaque.read_state(value)) is not None:
@@ -249,7 +237,7 @@ class Memento:
 
     def _renew(self, value: Any) -> Any:
         original, copied = self._iterators.get(id(value), (None, None))
-        return _copy_iterator(copied) if original is value and copied is not None else value
+        return copy_iterator(copied) if original is value and copied is not None else value
 
 
 def _holds(kept: KeptValue, value: Any) -> bool:
@@ -283,15 +271,6 @@ def _refill(holder: Any, content: Any) -> None:
             base = next(kind for kind in (list, deque, set) if isinstance(holder, kind))
             base.clear(holder)
             (base.update if base is set else base.extend)(holder, content)
-
-
-def _copy_iterator(value: Any) -> Any:
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            return copy.copy(value)
-    except (TypeError, ValueError):
-        return None
 
 
 def _copy_value(value: Any) -> Any:

@@ -33,6 +33,7 @@ import numpy as np
 import torch
 
 from trueline.capture.model import code_paths
+from trueline.capture.model.streams import is_iterator
 
 MISSING = object()
 AT_MOST = 200_000
@@ -98,7 +99,7 @@ def attributes(module: torch.nn.Module) -> Iterator[KeptValue]:
     package only functions are followed whose names occur in code that is reached."""
     seen: set[int] = {id(vars(module))}
     waiting = deque(_attributes_of(module, ""))
-    named, unnamed = {"forward"}, dict[str, list[KeptValue]]()
+    named, unnamed, caches = {"forward"}, dict[str, list[KeptValue]](), list[KeptValue]()
     kept_alive: list[Any] = []  # an id is unique as long as its object lives
     count = 0
     while waiting and count < AT_MOST:
@@ -115,10 +116,14 @@ def attributes(module: torch.nn.Module) -> Iterator[KeptValue]:
         seen.add(id(value))
         kept_alive.append(value)
         waiting.extend(_children(kept))
+        caches += [kept] if isinstance(value, functools._lru_cache_wrapper) else []
         if isinstance(value, FunctionType):
             for name in code_paths.names_in(value.__code__) - named:
                 named.add(name)
                 waiting.extend(unnamed.pop(name, ()))
+    for kept in caches if "cache_info" in named else ():  # `f.cache_info().hits`, which no attribute shows
+        held, asked = vars(kept.value), kept.value.cache_info
+        yield KeptValue(path=f"{kept.path}.cache_info", holder=held, name="cache_info", value=asked, kind="dict")
 
 
 _LEAVES = (int, float, complex, str, bytes, type(None), np.ndarray, np.generic, torch.dtype, torch.device, CodeType)
@@ -360,11 +365,6 @@ def _of_object(path: str, value: Any) -> Iterator[KeptValue]:
         yield from _fields(path, value)
         if _is_users(type(value)):  # type: ignore[arg-type]
             yield _inside(type(value).__qualname__, type(value))
-
-
-def is_iterator(value: Any) -> bool:
-    """Whether it is an iterator that is written in C: `itertools.count`, `iter([...])`, `csv.reader`."""
-    return type(value).__module__ in ("itertools", "builtins", "_csv", "_struct") and hasattr(value, "__next__")
 
 
 def _fields(path: str, value: Any) -> Iterator[KeptValue]:

@@ -3,11 +3,15 @@
 Extremes of INT64 (`Max`, `Min`, `Clip`, `Relu`, `Sign`)
     Compared in two halves, the lower one with a sign: 2**31 counts as less than 1, and `x.long().clamp(-4, 3)` of -3e9
     stays what it is, as an index too. Comparisons (`Less`) are right, so a choice by one takes the operator's place.
+Extremes of INT64 along a dimension (`ReduceMax`, `ReduceMin`)
+    Compared in the same way, for some shapes. `ArgMax` and `ArgMin` are right: the number at that place is taken.
 Sums (`ReduceSum`)
     Added up as FP64, so that a sum beyond 2**53 loses digits, and one beyond the dtype does not wrap. Numbers are added
     in two halves, each of which is exact. Sums of what was a boolean are small.
 Products (`ReduceProd`)
     As FP64, too: of at most MOST_FACTORS, one is multiplied after the other.
+Powers (`Pow`)
+    As FP64, too. Those to a number that the program holds are right; those of 2 wrap beyond 2**62.
 """
 
 from collections.abc import Callable
@@ -116,6 +120,28 @@ def _extreme(*, largest: bool) -> Callable[[_Builder], None]:
     return rewrite
 
 
+def _take_at(place: str) -> Callable[[_Builder], None]:
+    def rewrite(builder: _Builder) -> None:
+        given, *rest = builder.inputs
+        axes = convenience.get_const_tensor(rest[0]) if rest and rest[0] is not None else None
+        if given is None or given.shape is None or (axes is None and rest):
+            return
+        keeps = "keepdims" not in builder.node.attributes or bool(builder.node.attributes["keepdims"].as_int())
+        rank = len(given.shape)
+        places = [] if axes is None else [int(axis) % rank for axis in axes.numpy().reshape(-1)]
+        if not places:
+            flat = builder.add("Reshape", given, builder.hold([-1]))
+            found = builder.add("GatherElements", flat, builder.add(place, flat, axis=0, keepdims=1), axis=0)
+            builder.add("Reshape", found, builder.hold([1] * rank if keeps else []))
+            return
+        for axis in places:
+            given = builder.add("GatherElements", given, builder.add(place, given, axis=axis, keepdims=1), axis=axis)
+        if not keeps:
+            builder.add("Squeeze", given, builder.hold(places))
+
+    return rewrite
+
+
 def _clip(builder: _Builder) -> None:
     found, low, high = (*builder.inputs, None, None)[:3]
     assert found is not None
@@ -181,14 +207,40 @@ def _product(builder: _Builder) -> None:
         found = builder.add("Mul", found, part)
 
 
-_EXTREMES = ("Max", "Min", "Clip", "Relu", "Sign")
+def _power(builder: _Builder) -> None:
+    base, exponent = (convenience.get_const_tensor(one) if one is not None else None for one in builder.inputs)
+    given, kind = builder.inputs[1], builder.kind
+    if exponent is not None:
+        return
+    if base is None or base.size != 1 or base.numpy().item() != 2:
+        raise CaptureError(
+            "ONNX Runtime raises whole numbers to a power in double precision, which is wrong beyond 2**53",
+            hint="raise floats, or to a power that is a number in the code",
+        )
+    builder.kind = ir.DataType.INT64
+    wide = given if kind == ir.DataType.INT64 else builder.add("Cast", given)
+    assert wide is not None
+    last = builder.hold(63)
+    power = builder.add("Pow", builder.hold(2), builder.choose(wide, builder.hold(62), largest=False))
+    wraps = builder.add("Equal", wide, last, to=ir.DataType.BOOL)
+    beyond = builder.add("Where", wraps, builder.hold(-(2**63)), builder.hold(0))
+    fits = builder.add("Less", wide, last, to=ir.DataType.BOOL)
+    found = builder.add("Where", fits, power, beyond)
+    if kind != ir.DataType.INT64:
+        builder.add("Cast", found, to=kind)
+
+
+_EXTREMES = ("Max", "Min", "Clip", "Relu", "Sign", "ReduceMax", "ReduceMin")
 _REWRITES: dict[str, Callable[[_Builder], None]] = {
     "Max": _extreme(largest=True),
     "Min": _extreme(largest=False),
     "Clip": _clip,
     "Relu": _relu,
     "Sign": _sign,
+    "ReduceMax": _take_at("ArgMax"),
+    "ReduceMin": _take_at("ArgMin"),
     "ReduceSum": _sum,
     "ReduceProd": _product,
+    "Pow": _power,
 }
 """Operator -> what adds others in its place; nothing where it is right as it is."""

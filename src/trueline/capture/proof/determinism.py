@@ -12,11 +12,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from types import CodeType
-from typing import Any
 
 import numpy as np
 import torch
-from torch.utils._pytree import tree_leaves
 
 from trueline.bundle.signature import Array
 from trueline.capture.export.exported import STATE_HINT
@@ -24,7 +22,6 @@ from trueline.capture.model import code_paths, explicit_state
 from trueline.capture.model.allowance import Allowance
 from trueline.capture.model.arguments import Arguments
 from trueline.capture.model.code_paths import Event, SourceLine
-from trueline.capture.model.dispatch import OperatorMode
 from trueline.capture.model.eager import EagerSession
 from trueline.capture.model.python_state import find_changed, random_states, state_of, take_snapshot
 from trueline.capture.model.reach import attributes
@@ -34,8 +31,9 @@ from trueline.capture.proof.state.first_call import explain_change, keeps_limits
 from trueline.capture.proof.state.influence import BUDGET, Question, Restless, ask, find_influence, find_restless
 from trueline.capture.proof.state.settings import find_setting_influence
 from trueline.capture.proof.state.sources import Readings, find_outside_influence, read_outside
+from trueline.capture.proof.state.torch_draws import WriteWatch, find_draw_influence
 from trueline.capture.proof.state.unwritten import FILLED, FillEmpty
-from trueline.errors import NotProven, join_names
+from trueline.errors import CaptureError, NotProven, join_names
 from trueline.runtime import compare
 
 UNSTEADY = "the model is not deterministic in evaluation mode"
@@ -81,45 +79,17 @@ class Unsteady:
         return NotProven(self.why + (f"; see {self.place}" if self.place else ""), hint=self.hint)
 
 
-class _WriteWatch(OperatorMode):  # type: ignore[no-untyped-call]
-    """Notes the operators that draw random numbers or write into buffers, with the user's line that called each."""
-
-    def __init__(self, buffers: Sequence[torch.Tensor]) -> None:
-        super().__init__()
-        self.draws: list[tuple[str, SourceLine | None]] = []
-        self.writes: list[SourceLine | None] = []
-        self._memory = {_memory(buffer) for buffer in buffers} - {0}
-
-    def handle(self, func: Any, args: Any, kwargs: Any) -> Any:
-        if torch.Tag.nondeterministic_seeded in func.tags:
-            return self._draw(func, args, kwargs)
-        written = args[0] if args and func._schema.is_mutable else None
-        if isinstance(written, torch.Tensor) and _memory(written) in self._memory:
-            self.writes.append(code_paths.current_line())
-        return func(*args, **kwargs)
-
-    def _draw(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Calls an operator that may draw. Attention, without dropout, only may: its generator then stays as it was."""
-        generator = kwargs.get("generator") or torch.default_generator
-        before = generator.get_state()
-        result = func(*args, **kwargs)
-        on_cpu = not any(isinstance(leaf, torch.Tensor) and leaf.device.type != "cpu" for leaf in tree_leaves(result))
-        if not on_cpu or not torch.equal(before, generator.get_state()):
-            self.draws.append((str(func), code_paths.current_line()))
-        return result
-
-
-def _memory(tensor: torch.Tensor) -> int:
-    """Address of the tensor's elements; 0 where they are not in one place."""
-    return tensor.untyped_storage().data_ptr() if tensor.layout == torch.strided else 0
-
-
 def check_twice(eager: EagerSession) -> Unsteady | None:
     """Runs the example twice. None when the answers agree and are numbers, and no buffer has changed."""
     users = explicit_state.users_own(eager.module)
     before = {} if users is not eager.module else {name: value.clone() for name, value in users.named_buffers()}
-    first = eager.run(eager.example)
-    comparison = compare.compare(first, eager.run(eager.example))
+    try:
+        first = eager.run(eager.example)
+        comparison = compare.compare(first, eager.run(eager.example))
+    except CaptureError:
+        raise
+    except Exception as error:  # noqa: BLE001 - the user's forward, which answered its example before
+        return _refusing(error)
     for name, array in first.items():
         if array.dtype.kind == "f" and np.isnan(array).any():
             count = int(np.isnan(array).sum())
@@ -138,11 +108,21 @@ def check_twice(eager: EagerSession) -> Unsteady | None:
     return Unsteady(why=why, hint=hint, place=code_paths.writing_line(users, eager.changed))
 
 
+def _refusing(error: Exception) -> Unsteady:
+    """Why a model cannot be served that answered its example once: a server calls it in other threads than the one that
+    made it, and more than once."""
+    why = f"the model answers its example once, and raises {type(error).__name__} when it is called again, in another "
+    hint = (
+        "a server calls a model many times, and in threads of its own: open what belongs to one thread in that thread"
+    )
+    return Unsteady(why=f"{why}thread: {error}", place=code_paths.users_line(error), hint=hint)
+
+
 def find_cause(eager: EagerSession, reason: str) -> Unsteady:
     """Why a model answers equal inputs differently (`reason` says how; empty: a call changes its buffers). Calls it
     once more, to see whether random numbers are drawn, or something is written, and where."""
     users = explicit_state.users_own(eager.module)
-    watch = _WriteWatch(list(users.buffers()))
+    watch = WriteWatch(list(users.buffers()))
     before, drawn = take_snapshot(users), random_states()
     with code_paths.watch() as way, watch:
         eager.run(eager.example)
@@ -306,10 +286,19 @@ def check_rare(eager: EagerSession) -> Unsteady | None:
     drawn = random_states()
     restless = find_restless(eager, eager.example)
     draws, readings = random_states() != drawn, read_outside(question)
-    found = _check_influence(question, restless, readings) or _check_unwritten(question)
+    found = _check_influence(question, restless, readings) or _check_unwritten(question) or _check_draws(question)
     if found is not None:
         return found
     return _check_many_calls(question, readings, draws=draws, lively=bool(draws or restless or readings.lines))
+
+
+def _check_draws(question: Question) -> Unsteady | None:
+    """Whether the answer depends on what torch draws."""
+    found = find_draw_influence(question)
+    if found is None:
+        return None
+    why = f"{UNSTEADY}: {found.path} draws random numbers, and {found.how}"
+    return Unsteady(why=why, place=found.place, hint=RANDOM_HINT, random=_same_when_seeded(question.eager))
 
 
 def _check_unwritten(question: Question) -> Unsteady | None:

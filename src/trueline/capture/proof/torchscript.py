@@ -25,8 +25,10 @@ from trueline.capture.proof.frozen import find_check, find_one_sided, find_unvar
 from trueline.capture.proof.narrowing import judge_and_narrow, takes
 from trueline.capture.proof.observe import Observation, find_parting, seen_signature
 from trueline.capture.proof.prove import Proof
-from trueline.errors import BundleError, CaptureError
+from trueline.errors import BundleError, CaptureError, TruelineError
+from trueline.runtime.compare import compare
 from trueline.runtime.open import open_session
+from trueline.runtime.session import Session
 
 FROZEN = (
     "a number is taken out of a tensor or a size there, and no probe changes what it decides: a trace would freeze it"
@@ -101,12 +103,22 @@ def _try(
     place = None
     if way != "script":
         inside = [seen for seen in observations if takes(proof.signature, seen.probe.inputs)]
-        place = find_unvaried(eager, inside, proof.signature, _compiled_classes(eager, how))
+        followed = [seen for seen in inside if _follows(session, seen)]
+        place = find_unvaried(eager, followed, proof.signature, _compiled_classes(eager, how))
     if place is None and not guarded:
         place = find_one_sided(frozen, observations)
     if place is not None:
         return Tried(why=FROZEN, line=f"{place}")
     return Tried(how=how, path=path, proof=proof, way=way)
+
+
+def _follows(session: Session, seen: Observation) -> bool:
+    """Whether the program answers as the model does. Where float64 goes another way than the model, which may excuse
+    the program, nothing shows that it took the model's way."""
+    try:
+        return compare(seen.outputs or {}, session.run(seen.probe.inputs)).agrees
+    except (TruelineError, RuntimeError):
+        return False
 
 
 def _compiled_classes(eager: EagerSession, how: str) -> set[str]:

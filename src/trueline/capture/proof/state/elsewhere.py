@@ -53,24 +53,53 @@ def move_text(text: Any, step: int) -> Any:
     return text if not step or not isinstance(text, str) else "other" if step > 1 else f"{text}x"
 
 
-def make_builtins(note: Note, step: int) -> dict[str, Any]:
-    """Stand-ins for `hash`, `id`, `set` and `frozenset` in the user's files."""
+def make_builtins(note: Note, step: int, mark: Callable[[Any], Any]) -> dict[str, Any]:
+    """Stand-ins for `hash`, `id`, `set` and `frozenset` in the user's files. What is computed of a hash or an identity
+    is marked, so that it notes decisions; itself it only tells one value from another."""
 
-    def hash_elsewhere(value: Any) -> int:
+    def hash_elsewhere(value: Any) -> Any:
         found = hash(value)
         if not follows_process(value):
             return found
         note("hash")
-        return -found if step == STEPS[-1] else found + step  # in the opposite order, too
+        return Identity(-found if step == STEPS[-1] else found + step, mark)  # in the opposite order, too
 
-    def id_elsewhere(value: Any) -> int:
+    def id_elsewhere(value: Any) -> Any:
         note("id")
-        return id(value) + 16 * step
+        return Identity(id(value) + 16 * step, mark)
 
     def make(kind: type) -> Any:
         return _LikeSet(kind.__name__, (_Unordered, kind), {"note": staticmethod(note), "turned": bool(step)})
 
     return {"hash": hash_elsewhere, "id": id_elsewhere, "set": make(set), "frozenset": make(frozenset)}
+
+
+class Identity(int):
+    """A number that only tells one object from another, until something is computed of it."""
+
+    mark: Callable[[Any], Any]
+
+    def __new__(cls, value: int, mark: Callable[[Any], Any]) -> Any:
+        made = super().__new__(cls, value)
+        made.mark = mark
+        return made
+
+    def __reduce__(self) -> Any:
+        return int, (int(self),)
+
+
+def _compute(name: str) -> Callable[..., Any]:
+    own = getattr(int, name)
+
+    def compute(self: Any, *others: Any) -> Any:
+        found = own(self, *others)
+        return found if found is NotImplemented else self.mark(found)
+
+    return compute
+
+
+for _name in ("mod", "and", "floordiv", "rshift", "xor", "divmod", "truediv", "sub"):
+    setattr(Identity, f"__{_name}__", _compute(f"__{_name}__"))
 
 
 def copy_set(kept: Any, builtins: dict[str, Any]) -> Any:

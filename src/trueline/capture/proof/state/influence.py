@@ -7,26 +7,26 @@ A counter that only a log reads does no harm. One that decides at call 1,234,567
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
-from types import BuiltinFunctionType, GeneratorType, MethodWrapperType
+from types import BuiltinFunctionType, MethodWrapperType
 from typing import Any
 
 import numpy as np
 import torch
 
 from trueline.bundle.signature import Array
-from trueline.capture.model import code_paths, explicit_state, opaque
+from trueline.capture.model import code_paths, explicit_state, opaque, streams
 from trueline.capture.model.allowance import Allowance
 from trueline.capture.model.code_paths import Event, SourceLine
 from trueline.capture.model.eager import EagerSession
 from trueline.capture.model.python_state import Memento, state_of, trace
-from trueline.capture.model.reach import KeptValue, attributes, is_iterator
+from trueline.capture.model.reach import KeptValue, attributes
+from trueline.capture.proof.state import next_values
 from trueline.capture.proof.state.other_values import COLLECTIONS, COUNTS, make_others
 from trueline.capture.proof.state.tainted import (
     ANY,
     Decisions,
     Range,
     TaintedDraws,
-    TaintedIterator,
     TaintWatch,
     mark,
     marking,
@@ -69,15 +69,16 @@ class Question:
     answer: Inputs
     way: Sequence[Event]
 
-    def differs(self, memento: Memento, *, exactly: bool = True) -> str:
-        """How its answer is another now; empty where it is the same, or there is none. The model is then put back.
+    def differs(self, memento: Memento, *, exactly: bool = True, raising: bool = False) -> str:
+        """How its answer is another now; empty where it is the same, or there is none, unless `raising` counts. The
+        model is then put back.
 
         Another last digit counts: a branch may change much elsewhere (a factor that a norm divides by again). Not so
         without `exactly`: what is added in another order rounds otherwise."""
         try:
             answer = self.eager.run(self.inputs)
-        except Exception:  # noqa: BLE001 - the user's forward with a value that it may not know: no answer to compare
-            return ""
+        except Exception as error:  # noqa: BLE001 - the user's forward with a value that it may not know
+            return f"it raises {type(error).__name__}" if raising else ""
         finally:
             memento.restore()
         comparison = compare.compare(self.answer, answer)
@@ -130,7 +131,8 @@ def find_restless(eager: EagerSession, inputs: Inputs) -> list[tuple[KeptValue, 
     restless = []
     for path, one in seen[-1].items():
         changes = before.get(path) != middle.get(path) or middle.get(path) != after[path]
-        if (changes or opaque.hides_state(one.value)) and not isinstance(one.value, torch.nn.Parameter):
+        hidden = opaque.hides_state(one.value) or opaque.is_base(one.value) or streams.hides_place(one.value)
+        if (changes or hidden) and not isinstance(one.value, torch.nn.Parameter):
             earlier = seen[1].get(path)
             restless.append((one, earlier.value if earlier is not None else None))
     return restless
@@ -149,6 +151,9 @@ def find_influence(question: Question, restless: Restless) -> Influence | None:
                 place = code_paths.find_line(question.way, kept.path.partition(".")[0])
                 how = "each call may continue it, and nothing shows how far"
                 return Influence(path=kept.path, how=how, place=place)
+            asked = code_paths.find_line(question.way, kept.attribute) if opaque.is_base(kept.value) else None
+            if asked is not None:
+                return Influence(path=kept.path, how="it asks a database, whose content can change", place=asked)
             for why, place in allowance.charge_each(_ask(question, memento, kept, before, constants)):
                 if why:
                     place = place or code_paths.find_line(question.way, kept.attribute)
@@ -178,6 +183,7 @@ def _ask(
     first = [value for _, value in zip(range(len(COUNTS)), values, strict=False)]
     for value in first:
         yield _with(question, memento, kept, value)
+    yield from _ask_next(question, memento, kept)
     place = _taintable(kept.value, before)
     if place is not None:
         yield from _turn_decisions(question, memento, lambda decisions: _assign(kept, place(decisions)))
@@ -189,6 +195,22 @@ def _ask(
         )
     for value in values:
         yield _with(question, memento, kept, value)
+
+
+def _ask_next(question: Question, memento: Memento, kept: KeptValue) -> Iterator[Answer]:
+    """Whether the answer depends on what a stream gives next, or on whether it gives anything."""
+    make = next_values.stand_for(kept.value)
+    plain = make(next_values.keep) if make is not None else None
+    if make is None or plain is None or not kept.assign(plain):
+        return
+    if question.differs(memento, raising=True) or not plain.given:
+        return  # the stand-in is not accepted, or nothing reads it
+    if kept.assign(make(next_values.change)):
+        why = question.differs(memento, raising=True)
+        yield (f"it answers differently when that gives another value ({why})" if why else ""), None
+    if kept.assign(iter(())):
+        why = question.differs(memento)
+        yield (f"it answers differently when that is at its end ({why})" if why else ""), None
 
 
 def _assign(kept: KeptValue, stand: tuple[Any, TaintWatch | None]) -> AbstractContextManager[object] | None:
@@ -261,8 +283,9 @@ def _taintable(value: Any, before: object) -> Stand | None:
             return tensor, TaintWatch(tensor, decisions)
 
         return stand
-    if is_iterator(value) or isinstance(value, GeneratorType):
-        return lambda decisions: (TaintedIterator(value, decisions), None)
+    make = next_values.stand_for(value)
+    if make is not None:
+        return lambda decisions: (make(next_values.marking_next(decisions)), None)
     if state_of(value) is not None and not isinstance(value, torch.Generator):
         return lambda decisions: (TaintedDraws(value, decisions), None)
     if type(value) in (str, bytes) or opaque.is_hash(value):

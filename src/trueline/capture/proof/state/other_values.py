@@ -16,7 +16,7 @@ import torch
 
 from trueline.capture.model import opaque
 from trueline.capture.model.python_state import state_of
-from trueline.capture.model.reach import is_iterator
+from trueline.capture.model.streams import is_iterator
 from trueline.capture.proof.state import picks
 from trueline.capture.proof.state.tainted import Decisions, TaintedDraws
 

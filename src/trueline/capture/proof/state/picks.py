@@ -30,6 +30,36 @@ MOST = 24
 _LONGEST = 100_000
 
 
+FRESH: tuple[tuple[Any, str], ...] = ((random, "Random"), (np.random, "default_rng"), (np.random, "RandomState"))
+"""What makes a generator, which without a seed takes one from the machine."""
+SEED = 20_011
+
+
+class _LikeKind(type):
+    """Of a class that stands in for its base: all instances of that are instances of it."""
+
+    def __instancecheck__(cls, value: object) -> bool:
+        return isinstance(value, cls.__mro__[1])
+
+
+def make_fresh(kind: Any, give: Callable[[Any], Any]) -> Any:
+    """`kind`, a class of generators or a function that makes one; `give` returns what is given for one without a
+    seed."""
+
+    def make(*args: Any, **options: Any) -> Any:
+        made = kind(*args, **options)
+        return made if any(one is not None for one in (*args, *options.values())) else give(made)
+
+    if not isinstance(kind, type):
+        return make
+    return _LikeKind(kind.__name__, (kind,), {"__new__": lambda cls, *args, **options: make(*args, **options)})
+
+
+def seed(generator: Any) -> Any:
+    """A generator of that kind that draws the same each time."""
+    return np.random.default_rng(SEED) if isinstance(generator, np.random.Generator) else type(generator)(SEED)
+
+
 def pick(function: Callable[..., Any], name: str, at: int) -> Callable[..., Any]:
     """`function`, a draw of that name, in whose results the different element number `at` stands first."""
 

@@ -18,7 +18,8 @@ import resource
 import shutil
 import sys
 import time
-from collections.abc import Callable, Iterator
+import warnings
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from copy import copy
 from dataclasses import dataclass
@@ -45,6 +46,9 @@ _AS_LOCALE = re.compile(r"(.?[<>=^])?[-+ ]?z?#?0?[0-9]*(\.[0-9]+)?n")
 _HAS_LOCAL = re.compile(rf"{{[^{{}}:]*:{_AS_LOCALE.pattern}}}")
 FORMATS = 'f"'
 """In place of a name, of code that writes values into a text."""
+ROOM = 300
+"""Calls that Python allows above those that there are."""
+_ZONE_NAME = re.compile(r"[A-Z]{3,5}")
 Block = Callable[[], AbstractContextManager[object]]
 
 
@@ -72,10 +76,10 @@ def _replace(*stands: tuple[Any, str, Any]) -> Iterator[None]:
 
 
 @contextmanager
-def _other_zone() -> Iterator[None]:
+def _other_zone(zone: str = ZONE) -> Iterator[None]:
     before = os.environ.get("TZ")
     try:
-        os.environ["TZ"] = ZONE
+        os.environ["TZ"] = zone
         time.tzset()
         yield
     finally:
@@ -223,7 +227,7 @@ def _other_terminal() -> AbstractContextManager[None]:
 
 
 class _OtherStream(io.StringIO):
-    """A standard stream of another process: no terminal where there is one."""
+    """A standard stream of another process: no terminal where there is one, and with much written to it."""
 
     name, encoding, errors, mode = "<other>", "ascii", "backslashreplace", "rb+"
 
@@ -237,10 +241,33 @@ class _OtherStream(io.StringIO):
     def fileno(self) -> int:
         return 99
 
+    def tell(self) -> int:
+        return 10**9
+
 
 def _other_streams(terminal: bool) -> AbstractContextManager[None]:
     names = ("stdin", "stdout", "stderr", "__stdin__", "__stdout__", "__stderr__")
     return _replace(*((sys, name, _OtherStream(terminal)) for name in names))
+
+
+@contextmanager
+def _other_warnings(action: Any) -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.simplefilter(action)
+        yield
+
+
+@contextmanager
+def _other_depth() -> Iterator[None]:
+    """Room for a few hundred more calls than there are here."""
+    before, frame, depth = sys.getrecursionlimit(), sys._getframe(), 0
+    while frame.f_back is not None:
+        frame, depth = frame.f_back, depth + 1
+    try:
+        sys.setrecursionlimit(depth + ROOM)
+        yield
+    finally:
+        sys.setrecursionlimit(before)
 
 
 SETTINGS = (
@@ -303,6 +330,14 @@ SETTINGS = (
         names="getrusage virtual_memory memory_info",
         others=(lambda: _other_memory(1e6), lambda: _other_memory(1e-6)),
     ),
+    ProcessSetting(
+        what="what is done with warnings",
+        names="catch_warnings showwarning filters filterwarnings simplefilter __warningregistry__ Warning UserWarning "
+        "DeprecationWarning RuntimeWarning FutureWarning",
+        beside="warnings",
+        others=tuple(partial(_other_warnings, action) for action in ("ignore", "always", "default", "error")),
+    ),
+    ProcessSetting(what="the depth of calls", names="RecursionError", others=(_other_depth,)),
     ProcessSetting(what="the terminal", names="get_terminal_size isatty", others=(_other_terminal,)),
     ProcessSetting(
         what="the standard streams",
@@ -331,6 +366,12 @@ def _writes_as_locale(code: CodeType) -> bool:
     return any(_AS_LOCALE.fullmatch(text) or _HAS_LOCAL.search(text) for text in texts)
 
 
+def _zones_in(codes: Iterable[CodeType]) -> list[Block]:
+    """The time zones that the code names, each eight hours west of Greenwich: `tzname() == "PST"`."""
+    texts = dict.fromkeys(text for code in codes for text in code_paths.texts_in(code) if _ZONE_NAME.fullmatch(text))
+    return [partial(_other_zone, f"{text}8") for text in texts]
+
+
 def find_setting_influence(question: Question) -> Influence | None:
     """The first setting of the process that the model's code names and its answer depends on."""
     codes = dict.fromkeys(code for _, code, _ in question.way)
@@ -346,7 +387,8 @@ def find_setting_influence(question: Question) -> Influence | None:
     memento = Memento(explicit_state.users_own(question.eager.module))
     with quietly():
         for setting, words in used:
-            for other in setting.others if words else ():
+            named = _zones_in(codes) if setting.others and setting.others[0] is _other_zone else []
+            for other in (*setting.others, *named) if words else ():
                 with other():
                     why = question.differs(memento)
                 if why:

@@ -27,11 +27,12 @@ from trueline.capture.model.code_paths import SourceLine
 from trueline.capture.model.python_state import Memento
 from trueline.capture.model.reach import KeptValue, attributes
 from trueline.capture.proof.state import callers, elsewhere, picks
+from trueline.capture.proof.state.datetimes import make_datetimes
 from trueline.capture.proof.state.environment import find_variable, watch_environment
 from trueline.capture.proof.state.files import PASSING, is_direct, is_for_user, watch_files
 from trueline.capture.proof.state.influence import DECISIONS, Influence, Question
 from trueline.capture.proof.state.literal_sets import Makers, find_set_makers, giving_sets
-from trueline.capture.proof.state.tainted import Decisions, NotingInt, mark, marking, quietly
+from trueline.capture.proof.state.tainted import Decisions, NotingInt, TaintedDraws, mark, marking, quietly
 from trueline.capture.proof.state.tainted_text import mark_any
 
 _CLOCKS = ("time", "monotonic", "perf_counter", "process_time", "thread_time", "clock_gettime")
@@ -43,7 +44,7 @@ _COUNTS = ("active_count", "get_ident", "get_native_id")
 OTHERS: tuple[tuple[Any, str], ...] = (
     *((os, name) for name in ("getpid", "getppid", "getloadavg", "cpu_count")),
     *((threading, name) for name in _COUNTS),
-    *((torch, name) for name in ("get_num_threads", "get_num_interop_threads", "initial_seed")),
+    *((torch, name) for name in ("get_num_threads", "get_num_interop_threads", "initial_seed", "seed")),
     *((sys, name) for name in ("getrecursionlimit", "getrefcount", "getallocatedblocks")),
     *((gc, name) for name in ("get_count", "get_stats")),
     (weakref, "getweakrefcount"),
@@ -61,7 +62,7 @@ BYTES = tuple(
     for holder, name in ((os, "urandom"), (os, "getrandom"), (random, "_urandom"))
     if hasattr(holder, name)
 )
-DRAWN = frozenset(name for _, name in picks.DRAWS) | {"urandom"}
+DRAWN = frozenset(name for _, name in (*picks.DRAWS, *picks.FRESH)) | {"urandom"}
 FILLS = (0, 255)
 """Of what bytes that are drawn are made, which chance makes of them once in a long time."""
 FILLED = 8
@@ -93,7 +94,7 @@ class Readings:
         """Which of the elements of a collection is drawn."""
         self.plain = plain
         """Whether stands are of the types of what they stand for, and note no decisions."""
-        self.builtins = elsewhere.make_builtins(self.note, step)
+        self.builtins = elsewhere.make_builtins(self.note, step, self.mark_text)
         self.other_thread = other_thread
         self._held: dict[str, Any] | None = {} if held else None
         self.asks_callers = False
@@ -170,6 +171,21 @@ class Readings:
             return threading.Thread(name="Thread-1") if value is main else main
 
         return read
+
+    def fresh(self, name: str) -> Callable[[Any], Any]:
+        def give(generator: Any) -> Any:
+            """A generator without a seed, or what stands in for it."""
+            frame = sys._getframe(1)
+            while frame.f_back is not None and frame.f_code.co_filename == picks.__file__:
+                frame = frame.f_back
+            if not is_direct(frame):
+                return generator
+            self.note(name)
+            if self._held is not None:
+                return picks.seed(generator)
+            return generator if self.plain and self.pick is None else TaintedDraws(generator, self.decisions, self.pick)
+
+        return give
 
     def note_paths(self, function: Callable[..., Any]) -> Callable[..., Any]:
         def ask(path: Any = ".", *args: Any, **options: Any) -> Any:
@@ -270,7 +286,7 @@ def _variants(first: Readings) -> Iterator[Readings]:
         while readings.decisions.goes_on():
             readings = Readings(Decisions(flip, readings.decisions.together + 1))
             yield readings
-    if first.lines.keys() & picks.NAMES:
+    if first.lines.keys() & (picks.NAMES | {name for _, name in picks.FRESH}):
         for at in range(picks.MOST):
             readings = Readings(plain=first.plain)
             readings.pick = at
@@ -291,6 +307,7 @@ def find_places(question: Question) -> list[KeptValue]:
     known = {id(getattr(module, name)) for module, name in (*CLOCKS, *OTHERS, *THREADS, *elsewhere.TEXTS)}
     known |= {id(getattr(time, name)) for name in TEXTS}
     known |= {id(datetime.datetime), id(datetime.date), id(random.random), id(np.random.rand), id(os.urandom)}
+    known |= {id(getattr(holder, name)) for holder, name in picks.FRESH}
     bound = {getattr(random, name) for name in picks.OF_PYTHON}
     return [
         kept
@@ -341,6 +358,8 @@ def reading(readings: Readings, places: list[KeptValue]) -> Iterator[None]:
             replace(time, name, readings.clock_text(getattr(time, name), name, before))
         for holder, name in (*picks.DRAWS, *OTHERS):
             replace(holder, name, readings.other(getattr(holder, name), name, numbers=True))
+        for holder, name in picks.FRESH:
+            replace(holder, name, picks.make_fresh(getattr(holder, name), readings.fresh(name)))
         version: Any = torch.Tensor._version
         replace(torch.Tensor, "_version", property(readings.other(version.__get__, "_version", numbers=True)))
         for module, name in BYTES:
@@ -354,7 +373,7 @@ def reading(readings: Readings, places: list[KeptValue]) -> Iterator[None]:
             replace(module, name, readings.thread(getattr(module, name), name))
         for name in FILE_QUESTIONS:
             replace(os, name, readings.note_paths(getattr(os, name)))
-        moved, day = _datetimes(readings)
+        moved, day = make_datetimes(readings)
         replace(datetime, "datetime", moved)
         replace(datetime, "date", day)
         for kept in places:
@@ -366,35 +385,3 @@ def reading(readings: Readings, places: list[KeptValue]) -> Iterator[None]:
         stack.enter_context(watch_environment(readings.note_variable))
         stack.enter_context(watch_files(readings.note_file))
         yield
-
-
-def _datetimes(readings: Readings) -> tuple[type, type]:
-    """`datetime` and `date` with a clock that is moved, and fields that note decisions."""
-    plain, plain_date = datetime.datetime, datetime.date
-
-    class AsBefore(type):
-        def __instancecheck__(cls, value: object) -> bool:
-            return isinstance(value, plain if issubclass(cls, plain) else plain_date)
-
-    def fields(kind: Any, names: str) -> dict[str, Any]:
-        def field(name: str) -> Any:
-            if readings.plain:
-                return getattr(kind, name)
-            return property(lambda self: mark(getattr(kind, name).__get__(self), readings.decisions, (0, 9999)))
-
-        return {name: field(name) for name in names.split()}
-
-    def now(cls: Any, tz: Any = None) -> Any:
-        readings.note("datetime")
-        at = readings.hold(f"now{tz}", plain.now(tz)) + datetime.timedelta(seconds=min(readings.shift_s, 1e9))
-        return cls.combine(at.date(), at.timetz())
-
-    def today(cls: Any) -> Any:
-        readings.note("date")
-        return cls.fromordinal((plain.now() + datetime.timedelta(seconds=min(readings.shift_s, 1e9))).toordinal())
-
-    clock = {"now": classmethod(now), "today": classmethod(now), "utcnow": classmethod(now)}
-    times = "year month day hour minute second microsecond"
-    moved = AsBefore("datetime", (plain,), {**fields(plain, times), **clock})
-    day = AsBefore("date", (plain_date,), {**fields(plain_date, "year month day"), "today": classmethod(today)})
-    return moved, day

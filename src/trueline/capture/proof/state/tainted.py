@@ -217,22 +217,6 @@ class TaintedDraws:
         return marking(held, self._decisions, name) if callable(held) else held
 
 
-class TaintedIterator:
-    """An iterator whose numbers note decisions."""
-
-    def __init__(self, iterator: Any, decisions: Decisions) -> None:
-        self._iterator, self._decisions = iterator, decisions
-
-    def __iter__(self) -> Iterator[Any]:
-        return self
-
-    def __next__(self) -> Any:
-        return mark(next(self._iterator), self._decisions)
-
-    def __getattr__(self, name: str) -> Any:
-        return mark(getattr(self._iterator, name), self._decisions)
-
-
 def marking(function: Callable[..., Any], decisions: Decisions, name: str) -> Callable[..., Any]:
     """`function` with a result that notes decisions, within the range of a draw of that name."""
 
