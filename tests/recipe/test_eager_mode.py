@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch._higher_order_ops import scan, utils, while_loop
+from torch.distributions import Distribution, Normal
 
 from trueline.batch.evaluate import evaluate
 from trueline.bundle import open_bundle
@@ -122,3 +123,18 @@ def test_structured_control_flow_is_run_step_by_step_and_answers_as_the_compiled
         for part, answer in zip((x, -x[:, :2]), (answers[0], answers[2]), strict=True):
             for ours, theirs in zip(answer, model(part), strict=True):
                 torch.testing.assert_close(ours, theirs)
+
+
+@pytest.mark.slow
+def test_distributions_check_their_values_though_the_compiler_was_used_before() -> None:
+    """torch's compiler switches the checks off for the rest of the process."""
+    torch._dynamo.eval_frame.TorchPatcher.patch()
+    before = Distribution._validate_args
+    try:
+        for checks in (False, True):
+            Distribution.set_default_validate_args(checks)
+            with as_trained(), pytest.raises(ValueError, match="constraint"):
+                Normal(torch.zeros(2), -torch.ones(2))
+            assert Distribution._validate_args is checks
+    finally:
+        Distribution.set_default_validate_args(before)

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch._higher_order_ops import utils
 from torch._higher_order_ops.while_loop import while_loop_dense
+from torch.distributions import Distribution
 from torch.utils._pytree import tree_leaves, tree_map
 
 USES_FAST_PATH = (torch.nn.TransformerEncoder, torch.nn.TransformerEncoderLayer, torch.nn.MultiheadAttention)
@@ -29,16 +30,30 @@ def as_trained() -> Iterator[None]:
     Without gradients torch takes a fused path that returns zeros where the padding mask is set, and fails when all is
     masked (https://github.com/pytorch/pytorch/issues/87013 and others); training never takes it, and no exporter
     follows it. `torch.cond`, `while_loop` and `scan` compile their functions at each new shape, for seconds, outside
-    of every dispatch mode; here they call them. Both switches are torch's, for the whole process.
+    of every dispatch mode; here they call them. torch's compiler, once used, switches the checks of torch.distributions
+    off: here they are as in a process that has not used it. The switches are torch's, for the whole process.
     """
-    before, compiles = torch.backends.mha.get_fastpath_enabled(), utils._hop_compile_and_call
+    before, compiles, checks = torch.backends.mha.get_fastpath_enabled(), utils._hop_compile_and_call, _checks_values()
     torch.backends.mha.set_fastpath_enabled(False)
     utils._hop_compile_and_call = _run
+    if _has_compiled():
+        Distribution.set_default_validate_args(__debug__)
     try:
         yield
     finally:
         torch.backends.mha.set_fastpath_enabled(before)
         utils._hop_compile_and_call = compiles
+        Distribution.set_default_validate_args(checks)
+
+
+def _checks_values() -> bool:
+    return bool(Distribution._validate_args)
+
+
+def _has_compiled() -> bool:
+    """Whether torch's compiler was used here; source: TorchPatcher.patch in torch/_dynamo/eval_frame.py."""
+    used = sys.modules.get("torch._dynamo.eval_frame")
+    return used is not None and used.TorchPatcher.patch.cache_info().currsize > 0
 
 
 @contextmanager

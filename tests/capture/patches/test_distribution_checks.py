@@ -15,6 +15,7 @@ from trueline.bundle import open_bundle
 from trueline.capture.api import capture
 from trueline.capture.patches import distribution_checks
 from trueline.errors import TruelineError
+from trueline.recipe.eager_mode import as_trained
 from trueline.runtime.open import open_program
 from worlds import recipes
 
@@ -67,7 +68,7 @@ def test_a_mixture_is_a_graph_without_a_rewrite(tmp_path: Path) -> None:
 
 def test_only_torchs_own_checks_are_kept_in_the_block() -> None:
     before = torch._is_all_true
-    with distribution_checks.keep_checks():
+    with as_trained(), distribution_checks.keep_checks():
         assert not torch._is_all_true(torch.tensor([True, False]))
         with pytest.raises(RuntimeError, match="values of a distribution are invalid"):
             Normal(torch.zeros(2), torch.zeros(2))

@@ -31,6 +31,7 @@ def keep_checks() -> Iterator[None]:
     """In the block, a traced tensor on the line of such a check is what it has to be."""
     original = torch.Tensor.__bool__
 
+    @functools.wraps(original)  # modes know it by its name
     def as_bool(tensor: torch.Tensor) -> bool:
         place = None if type(tensor) in _PLAIN else current_line()
         passes = None if place is None else find_passing(place.file, place.line)
