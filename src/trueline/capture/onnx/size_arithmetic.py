@@ -48,7 +48,8 @@ def compute_in_double(model: ir.Model) -> None:
             node.attributes["to"] = ir.AttrInt64("to", ir.DataType.DOUBLE)
     for value in floats:
         value.dtype = ir.DataType.DOUBLE
-        others = [(user, at) for user, at in value.uses() if not _size_call(user)]
+        # A cast takes the number as it is: `torch.full((), 0.137 * length, dtype=torch.float64)`.
+        others = [(user, at) for user, at in value.uses() if not _size_call(user) and user.op_type != "Cast"]
         producer = value.producer()
         if others and producer is not None:  # tensors take it as a float
             cast = _cast(value, ir.DataType.FLOAT, after=producer)

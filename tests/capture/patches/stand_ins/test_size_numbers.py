@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
+from trueline.bundle import open_bundle
+from trueline.capture.api import capture
 from trueline.capture.export import torch_export
 from trueline.capture.export.exported import Exported
 from trueline.capture.model.eager import EagerSession
 from trueline.capture.patches.stand_ins import numpy_arrays, size_functions, size_numbers
 from trueline.errors import CaptureError
+from trueline.runtime.open import open_program
+from worlds.cases import few
+from worlds.recipes import untrained
 
 SIZES = (1, 2, 3, 4, 6, 7, 8, 9, 16, 20, 21, 54, 55, 148, 149, 1096, 1097)
 
@@ -133,3 +139,17 @@ def test_an_old_constructor_is_a_class_of_tensors_still() -> None:
         assert isinstance(torch.zeros(2, dtype=torch.int64), torch.LongTensor)
         assert torch.LongTensor([1, 2]).tolist() == [1, 2]
     assert type(torch.LongTensor) is not numpy_arrays._Constructor
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", few(["decimals of a product", *WHOLE], 1, pytest.mark.jobs))
+def test_the_onnx_program_rounds_as_python_does_at_every_size(name: str, tmp_path: Path) -> None:
+    """Each tenth size is a tie of `round(0.137 * n, 2)`, which the last bit of a double decides."""
+    function = {**WHOLE, "decimals of a product": lambda n: round(0.137 * n, 2)}[name]
+    examples = [torch.ones(3, 9), torch.ones(2, 5)]
+    recipe = untrained(lambda: Scaled(function).eval(), examples=lambda: iter(examples))
+    capture(recipe, None, tmp_path / "b")
+    program = open_program(open_bundle(tmp_path / "b"), "onnx")
+    for size in range(1, 400):
+        answer = program.run({"x": np.ones((1, size), np.float32)})["output"]
+        assert answer[0, 0] == pytest.approx(function(size), rel=1e-6), size
