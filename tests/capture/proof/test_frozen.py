@@ -173,9 +173,20 @@ class DecidesByAnItem(nn.Module):
         return ids * 2 if self.collect(ids)[0] == 123_456 else ids + 1
 
 
+class CatchesAnArray(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        values = x.numpy()
+        larger = torch.from_numpy(np.abs(values))
+        try:
+            rare = max((0.0, 1.0)[: int(np.max(values == np.float32(RARE))) + 1])
+        except Exception:  # noqa: BLE001 - as a user writes it
+            rare = 0.0
+        return larger + rare
+
+
 OF_FLOATS = (
     CatchesWhatATraceRaises, UnlessExporting, ByALargest, CatchesNumpy, CountsPlaces, FromDlpack, Contains,
-    DecidesInAHelper, DecidesByAnAttribute,
+    DecidesInAHelper, DecidesByAnAttribute, CatchesAnArray,
 )  # fmt: skip
 OF_IDS = (
     InASet, AsAText, InEachOfAList, InACache, AmongAttributes, MatchesItsType, MatchesANumber, MatchesAList,
@@ -333,6 +344,25 @@ class PacksByAList(Packs):
         return self.last(last[-1])[order.argsort()]
 
 
+class PacksInACall(Packs):
+    def forward(self, x: Tensor, lengths: Tensor) -> Any:
+        lengths, order = lengths.sort(descending=True)
+        _, (last, _) = self.layer(nn.utils.rnn.pack_padded_sequence(x[order], lengths.tolist(), batch_first=True))
+        return self.last(last[-1])[order.argsort()]
+
+
+class EndsInNumpy(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Any:
+        scores = self.layer(x).detach().cpu().numpy()
+        larger = np.exp(scores - scores.max(1, keepdims=True))
+        shares = larger / larger.sum(1, keepdims=True)
+        return torch.from_numpy(shares), torch.as_tensor(shares.argmax(1))
+
+
 class ChoosesExperts(nn.Module):
     """How many records each has is known where it is called."""
 
@@ -353,6 +383,8 @@ class ChoosesExperts(nn.Module):
     [
         (Packs, (torch.randn(3, 5, 4), torch.tensor([5, 2, 4]))),
         pytest.param(PacksByAList, (torch.randn(3, 5, 4), torch.tensor([5, 2, 4])), marks=pytest.mark.jobs),
+        pytest.param(PacksInACall, (torch.randn(3, 5, 4), torch.tensor([5, 2, 4])), marks=pytest.mark.jobs),
+        (EndsInNumpy, torch.randn(6, 4)),
         (ChoosesExperts, torch.randn(6, 4)),
     ],
 )

@@ -4,7 +4,11 @@ line: the names that it is given in its function are followed, no further."""
 import ast
 import functools
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
+
+import torch
+import torch._numpy
 
 
 @functools.lru_cache(maxsize=64)
@@ -73,13 +77,20 @@ def _find_tried(pattern: ast.pattern) -> list[ast.pattern]:
 
 
 @functools.lru_cache(maxsize=1024)
-def is_looked_up(file: str, line: int) -> bool:
+def is_looked_up(file: str, line: int, traced: frozenset[int] = frozenset()) -> bool:
     """Whether a number taken on `line` is a key, part of a text, or an argument of a function of the user's: what
-    follows from it may be the same for all but few numbers."""
-    function, names = _follow_names(file, line)
+    follows from it may be the same for all but few numbers.
+
+    On the lines `traced` the exported program has operators from which its answer follows. If `line` is one of them, a
+    function of numpy's that a trace has a counterpart of is none of these there: the trace followed it, or raised.
+    """
+    function = _function_around(file, line)
+    told = function is None or line not in traced or _may_know_a_trace(function)
+    numbers = _Numbers(set(), line, frozenset() if told else traced, _names_of_numpy(file))
+    _follow_names(file, line, numbers)
     for node in ast.walk(function) if function is not None else ():
         match node:
-            case ast.Call(func=called, args=args) if ast.unparse(called).split(".")[-1] not in _HARMLESS:
+            case ast.Call(func=called, args=args) if not numbers.is_harmless(called, node.lineno):
                 places: Sequence[ast.AST] = args
             case ast.Compare(ops=[ast.In() | ast.NotIn()], left=left):
                 places = [left]
@@ -89,10 +100,58 @@ def is_looked_up(file: str, line: int) -> bool:
                 places = values
             case _:
                 continue
-        for place in places:
-            if names & names_of(place, ast.Load) or any(_takes(one, line) for one in ast.walk(place)):
-                return True
+        if any(map(numbers.are_in, places)):
+            return True
     return False
+
+
+@dataclass(frozen=True, slots=True)
+class _Numbers:
+    """The numbers that are taken on a line, and what is made of them: by their names."""
+
+    names: set[str]
+    line: int
+    traced: frozenset[int]
+    numpy: frozenset[str]
+
+    def is_harmless(self, called: ast.expr, line: int) -> bool:
+        """Whether a function only logs a number, keeps it, or gives another one."""
+        owner, _, name = ast.unparse(called).rpartition(".")
+        if name in _HARMLESS:
+            return True
+        arrays = owner in self.numpy and callable(getattr(torch._numpy, name, None))
+        return bool(self.traced) and ((arrays and line in self.traced) or f"{owner}.{name}" in _TENSORS)
+
+    def are_in(self, node: ast.AST) -> bool:
+        """Whether `node` is or holds such a number, and not a tensor or packed records that are made of it."""
+        if isinstance(node, ast.Name):
+            return isinstance(node.ctx, ast.Load) and node.id in self.names
+        if self._makes_tensor(node):
+            return False
+        return _takes(node, self.line) or any(map(self.are_in, ast.iter_child_nodes(node)))
+
+    def _makes_tensor(self, node: ast.AST) -> bool:
+        if not isinstance(node, ast.Call):
+            return False
+        called = ast.unparse(node.func)
+        return called.split(".")[-1] == "pack_padded_sequence" or (bool(self.traced) and called in _TENSORS)
+
+
+_TENSORS = ("torch.from_numpy", "torch.as_tensor", "torch.tensor")
+_TOLD = frozenset("is_exporting is_compiling is_dynamo_compiling is_tracing is_scripting is_fx_tracing".split())  # noqa: SIM905
+
+
+def _may_know_a_trace(function: ast.FunctionDef) -> bool:
+    """Whether the function may do something else in a trace: it asks, or catches what a trace raises."""
+    return any(
+        isinstance(node, ast.Try | ast.With) or {getattr(node, "attr", ""), getattr(node, "id", "")} & _TOLD
+        for node in ast.walk(function)
+    )
+
+
+def _names_of_numpy(file: str) -> frozenset[str]:
+    imported = (alias for node in nodes_of(file) if isinstance(node, ast.Import) for alias in node.names)
+    return frozenset(alias.asname or alias.name for alias in imported if alias.name == "numpy")
 
 
 _HARMLESS = frozenset(
@@ -110,13 +169,17 @@ def _takes(node: ast.AST, line: int) -> bool:
     return isinstance(node, ast.Call) and node.lineno == line and ast.unparse(node.func).split(".")[-1] in _TAKEN
 
 
-def _follow_names(file: str, line: int) -> tuple[ast.FunctionDef | None, set[str]]:
-    """The function around `line`, and the names in it that come from there."""
+def _function_around(file: str, line: int) -> ast.FunctionDef | None:
     around = [node for node in nodes_of(file) if isinstance(node, ast.FunctionDef) and spans(node, line)]
-    if not around:
+    return max(around, key=lambda node: node.lineno, default=None)
+
+
+def _follow_names(file: str, line: int, numbers: _Numbers | None = None) -> tuple[ast.FunctionDef | None, set[str]]:
+    """The function around `line`, and the names in it that come from there; those of `numbers` alone, if given."""
+    function = _function_around(file, line)
+    if function is None:
         return None, set()
-    function = max(around, key=lambda node: node.lineno)
-    names: set[str] = set()
+    names: set[str] = set() if numbers is None else numbers.names
     kinds = ast.stmt | ast.comprehension | ast.NamedExpr
     nodes = [node for node in ast.walk(function) if isinstance(node, kinds)]
     for _ in range(3):  # what a loop carries back to its head
@@ -128,7 +191,7 @@ def _follow_names(file: str, line: int) -> tuple[ast.FunctionDef | None, set[str
             value = node.iter if isinstance(node, ast.For | ast.comprehension) else getattr(node, "value", None)
             if not isinstance(value, ast.AST) or "pack_padded_sequence(" in ast.unparse(value):
                 continue
-            if spans(value, line) or names & names_of(value, ast.Load):
+            if spans(value, line) or (names & names_of(value, ast.Load) if numbers is None else numbers.are_in(value)):
                 targets = getattr(node, "targets", None) or [getattr(node, "target", None)]
                 names |= {name for target in targets if target is not None for name in names_of(target, ast.Store)}
     return function, names

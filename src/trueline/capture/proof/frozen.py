@@ -136,13 +136,18 @@ def find_check(eager: EagerSession) -> SourceLine | None:
 
 
 def _find_undecided(
-    taken: Collection[Place], ways: Sequence[Sequence[Event]], sizes: Collection[Place] = ()
+    taken: Collection[Place],
+    ways: Sequence[Sequence[Event]],
+    sizes: Collection[Place] = (),
+    traced: Collection[SourceLine] = (),
 ) -> SourceLine | None:
     """The first line that a number taken at one of these places decides, and that goes one way on all probes, or where
-    it is looked up. At `sizes` only the size of a tensor is known by then."""
+    it is looked up. At `sizes` only the size of a tensor is known by then; `traced` are lines of
+    operators that the exported program has."""
     for at in taken:
         place = at[0]
-        if at not in sizes and is_looked_up(place.file, place.line):
+        lines = frozenset(one.line for one in traced if one.file == place.file)
+        if at not in sizes and is_looked_up(place.file, place.line, lines):
             return place
         for line in find_deciding(place.file, place.line):
             if _is_one_sided(ways, place.file, line):
@@ -168,7 +173,7 @@ def find_unfollowed(eager: EagerSession, observations: Sequence[Observation], ex
                 watch.run(inputs)
     unvaried = next((at[0] for at, values in watch.taken.items() if len(values) < 2), None)
     decisive = [at for at in watch.taken if at not in checks]
-    undecided = unvaried or _find_undecided(decisive, _ways(answered), watch.sizes)
+    undecided = unvaried or _find_undecided(decisive, _ways(answered), watch.sizes, _find_traced(exported))
     if undecided is not None or not watch.taken:
         return undecided
     return next(iter(_find_untested(_MarkedReads(eager, watch.known), answered)), None)
@@ -293,11 +298,32 @@ _OF_SIZES = ("new_", "empty_like", "zeros_like", "ones_like", "full_like", "sym_
 _FRAME = re.compile(r'File "([^"]+)", line (\d+)')
 
 
+def _graphs_of(exported: Exported) -> list[torch.fx.Graph]:
+    parts = exported.program.graph_module.modules()
+    return [part.graph for part in parts if isinstance(part, torch.fx.GraphModule)]
+
+
+def _find_traced(exported: Exported) -> set[SourceLine]:
+    """The user's innermost lines of operators in the program from which its answer follows."""
+    found = set[SourceLine]()
+    for graph in _graphs_of(exported):
+        waiting: list[torch.fx.Node] = [graph.output_node()]
+        seen = set(waiting)
+        while waiting:
+            node = waiting.pop()
+            frames = _FRAME.findall(node.meta.get("stack_trace") or "")
+            own = [(file, line) for file, line in frames if code_paths.is_users(file)]
+            found |= {SourceLine(file=file, line=int(line)) for file, line in own[-1:]}
+            new = [one for one in node.all_input_nodes if one not in seen]
+            seen.update(new)
+            waiting += new
+    return found
+
+
 def _find_followed(exported: Exported) -> set[SourceLine]:
     """The user's lines of operators that take numbers, or whose sizes follow from values, in the program."""
-    parts = [part for part in exported.program.graph_module.modules() if isinstance(part, torch.fx.GraphModule)]
     found = set[SourceLine]()
-    for node in (node for part in parts for node in part.graph.nodes if node.op == "call_function"):
+    for node in (node for graph in _graphs_of(exported) for node in graph.nodes if node.op == "call_function"):
         if not {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape} & set(
             getattr(node.target, "tags", ())
         ):
