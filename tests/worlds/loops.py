@@ -107,6 +107,22 @@ class Kept(nn.Module):
         return torch.stack(keep)
 
 
+class KeptOfTheRest(nn.Module):
+    """The same, without a name for what comes after the first."""
+
+    def forward(self, boxes: Tensor) -> Tensor:
+        keep = []
+        order = boxes[:, 0].argsort(descending=True)
+        while order.numel() > 0:
+            i = order[0]
+            keep.append(i)
+            if order.numel() == 1:
+                break
+            apart = (boxes[i, :2] - boxes[order[1:], :2]).abs().amax(1)
+            order = order[1:][apart > 0.5]
+        return torch.stack(keep)
+
+
 class Centres(nn.Module):
     """k-means, until it converges."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 
 import pytest
 import torch
@@ -21,7 +22,7 @@ pytestmark = pytest.mark.slow
 def healed(model: nn.Module, x: Tensor, *fresh: Tensor, onnx: bool = False) -> str:
     """The diff of the rewrite of `model`, which was compared on `fresh` inputs too."""
     torch.manual_seed(0)
-    name = "boxes" if isinstance(model, loops.Kept) else "x"
+    name = "boxes" if isinstance(model, loops.Kept | loops.KeptOfTheRest) else "x"
     eager = EagerSession(copy.deepcopy(model).eval(), x, dynamic_shapes={name: {1: "length"} if x.ndim == 3 else {}})
     done = survey(model.eval(), calls_of(eager), onnx=prove_onnx if onnx else None, base=TESTS)
     row = done.rows["(model)"]
@@ -55,9 +56,10 @@ def test_decoding_that_ends_early_appends_zeros_where_it_was_filled_up() -> None
 
 
 @pytest.mark.long
-def test_greedy_suppression_is_a_scan_over_what_is_left() -> None:
+@pytest.mark.parametrize("kind", [loops.Kept, loops.KeptOfTheRest])
+def test_greedy_suppression_is_a_scan_over_what_is_left(kind: type[nn.Module]) -> None:
     boxes = [torch.rand(n, 4) * 2 for n in (1, 2, 9, 17)]
-    diff = healed(loops.Kept(), torch.rand(5, 4) * 2, *boxes)
+    diff = healed(kind(), torch.rand(5, 4) * 2, *boxes)
     assert "keep = order[left]" in diff
 
 
@@ -203,3 +205,21 @@ def test_an_index_that_names_no_dimension_is_left_to_the_other_rewrites() -> Non
     x = torch.randn(3, 5)
     eager = EagerSession(_Summed().eval(), x, dynamic_shapes={"x": {1: "length"}})
     assert "(model)" in survey(_Summed().eval(), calls_of(eager), onnx=None, base=TESTS).rows
+
+
+class StretchesItsBase(nn.Module):
+    """A fraction of a size, beyond a length: a negative number to a fraction's power below it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        length, base = x.shape[1], 100.0
+        if length > 6:
+            base = base * (2.0 * length / 6 - 1.0) ** 1.5 + math.log(length)
+        return x / base ** (torch.arange(4).float() / 4)
+
+
+@pytest.mark.jobs
+def test_a_fraction_that_a_branch_on_a_size_changes_is_chosen_with_torch_where() -> None:
+    fresh = [torch.randn(2, length, 4) for length in (1, 2, 6, 7, 40)]
+    diff = healed(StretchesItsBase(), torch.randn(3, 5, 4), *fresh, onnx=True)
+    assert "torch.full((), length, dtype=torch.float64)" in diff
+    assert "torch.log(" in diff

@@ -214,6 +214,17 @@ def _promote(translate: Callable[..., Any]) -> Callable[..., Any]:
     return translate_alias
 
 
+def _power(self: Any, exponent: Any) -> Any:
+    """ONNX returns the dtype of the base, and torch that of the one with dimensions, beside one without any."""
+    pair = (self, exponent)
+    scalars = [one.shape is not None and not len(one.shape) for one in pair]
+    kinds = [one.dtype for one in pair]
+    floats = None not in kinds and all(kind.is_floating_point() for kind in kinds)
+    if floats and kinds[0] != kinds[1] and scalars[0] != scalars[1]:
+        self, exponent = (op.Cast(one, to=kinds[scalars[0]].value) for one in pair)
+    return core.aten_pow(self, exponent)
+
+
 def _mean_along(self: Any, dim: Sequence[int] | None, keepdim: bool = False, *, dtype: int | None = None) -> Any:
     axes = _axes(self, dim)
     if dtype in (None, -1, self.dtype) or not len(self.shape):
@@ -248,6 +259,7 @@ TRANSLATIONS: dict[Callable[..., Any], Callable[..., Any]] = {
     _ATEN.divide.Tensor: _promote(core.aten_div),
     _ATEN.multiply.Tensor: _promote(core.aten_mul),
     _ATEN.subtract.Tensor: _promote(core.aten_sub),
+    _ATEN.pow.Tensor_Tensor: _power,
     _ATEN.where.self: _where,
     _ATEN.softmax.int: _cast_first(core.aten_softmax),
     _ATEN.log_softmax.int: _cast_first(special.aten_special_log_softmax),

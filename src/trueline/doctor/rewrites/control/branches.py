@@ -9,6 +9,7 @@ import ast
 import copy
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from trueline.doctor.rewrites.appends import appended_by
 from trueline.doctor.rewrites.predicate import predicate, without_numbers
@@ -152,7 +153,7 @@ def _where(
     named, pred = _name_predicate(scope, pred, len(names))
     chosen: list[ast.stmt] = []
     for name in names:
-        values = [way.values.get(name) or (expression(name) if name in known else None) for way in (one, two)]
+        values = [way.values.get(name) or (_value_before(scope, name) if name in known else None) for way in (one, two)]
         if values[0] is None or values[1] is None:
             raise NotStraight(f"'{name}' has no value on one of the ways")
         chosen.append(assign(name, _select(pred, values[0], values[1])))
@@ -204,7 +205,7 @@ def _straight(scope: Scope, block: list[ast.stmt], suffix: str, known: set[str],
                 continue
         last = index == len(block) - 1
         assigned = _assignments(pure(scope, statement))
-        pairs = [(name, substitute(without_numbers(value, scope), current)) for name, value in assigned]
+        pairs = [(name, substitute(_plain(scope, name, value), current)) for name, value in assigned]
         for name, value in pairs:
             if last and len(pairs) == 1:
                 current[name] = value
@@ -215,6 +216,45 @@ def _straight(scope: Scope, block: list[ast.stmt], suffix: str, known: set[str],
             known.add(name)
     way.values = current
     return way
+
+
+def _plain(scope: Scope, name: str, value: ast.expr) -> ast.expr:
+    """`value` without numbers that are taken out of tensors; a fraction that a size makes as a tensor in the precision
+    of Python's own."""
+    fraction = _is_fraction(scope, name) and scope.depends_on(value) == "size"
+    edit: Any = _Fractions(scope).visit(copy.deepcopy(value)) if fraction else without_numbers(value, scope)
+    plain: ast.expr = edit
+    return plain
+
+
+def _value_before(scope: Scope, name: str) -> ast.expr:
+    """The value from before the branch; that of a fraction as a tensor like the other's."""
+    return expression(f"torch.full((), {name}, dtype=torch.float64)" if _is_fraction(scope, name) else name)
+
+
+def _is_fraction(scope: Scope, name: str) -> bool:
+    """Whether the name holds a fraction that a size makes."""
+    return isinstance(scope.seen.get(name), float) and scope.depends_on(expression(name)) == "size"
+
+
+class _Fractions(ast.NodeTransformer):
+    """Arithmetic of sizes and functions of `math` on tensors of no dimension."""
+
+    def __init__(self, scope: Scope) -> None:
+        self.scope = scope
+
+    def visit(self, node: ast.AST) -> ast.AST:
+        sizes = isinstance(node, ast.Name | ast.Subscript | ast.Call) and self.scope.depends_on(node) == "size"
+        match node:
+            case ast.Name() | ast.Subscript(value=ast.Attribute(attr="shape")) if sizes:
+                return expression(f"torch.full((), {ast.unparse(node)}, dtype=torch.float64)")
+            case ast.Call(func=ast.Attribute(attr="size") | ast.Name(id="len")) if sizes:
+                return expression(f"torch.full((), {ast.unparse(node)}, dtype=torch.float64)")
+            case ast.Call(func=ast.Attribute(value=ast.Name(id="math"), attr=name)) if sizes:
+                node.func = expression(f"torch.{name}")
+                node.args = [self.visit(one) for one in node.args]  # type: ignore[misc]
+                return node
+        return self.generic_visit(node)
 
 
 def _join_branches(way: Branch, rest: Branch, current: dict[str, ast.expr]) -> Branch:

@@ -250,6 +250,7 @@ def _scan_worklist(scope: Scope, spot: Spot, loop: ast.While, order: str) -> Can
     for statement in loop.body:
         appended = appended_by(statement)
         text = ast.unparse(statement)
+        of_all = _OfAll(order).visit(copy.deepcopy(statement))
         if appended is not None and head is not None and ast.unparse(appended[1]).removesuffix(".item()") == head:
             kept = appended[0]
         elif head is not None and text.endswith(f"[{head}] = True"):
@@ -262,9 +263,9 @@ def _scan_worklist(scope: Scope, spot: Spot, loop: ast.While, order: str) -> Can
             rest = stored_names(statement)[0]
             body += statements(f"{rest} = {order}") if rest != order else []
         elif isinstance(statement, ast.Assign) and stored_names(statement) == [order]:
-            mask = _mask(statement.value, rest)
+            mask = _mask(of_all.value, rest)
         else:
-            body.append(copy.deepcopy(statement))
+            body.append(of_all)
     swaps = _swaps(spot, kept) if kept is not None else {}
     if head is None or mask is None or swaps is None or (kept is None and marked is None):
         return None
@@ -284,6 +285,16 @@ def _scan_worklist(scope: Scope, spot: Spot, loop: ast.While, order: str) -> Can
     written = without_list(scope, spot, [kept] if kept is not None else [], new, swaps)
     words = f"`{first_line(loop)}` is a scan over what is left of `{order}`"
     return Candidate(text=add_import(written, "scan"), words=words) if written else None
+
+
+class _OfAll(ast.NodeTransformer):
+    """Of what comes after the head (`order[1:]`) the whole: the scan drops none before its head."""
+
+    def __init__(self, order: str) -> None:
+        self.rest, self.order = f"{order}[1:]", order
+
+    def visit_Subscript(self, node: ast.Subscript) -> ast.AST:
+        return expression(self.order) if ast.unparse(node) == self.rest else self.generic_visit(node)
 
 
 def _mask(value: ast.expr, rest: str) -> ast.expr | None:
