@@ -11,6 +11,7 @@ import torch
 from trueline import events
 from trueline.data.loading.seeding import SeededReader
 from trueline.data.loading.worker_pool import ReaderPool
+from trueline.errors import UsageError
 from trueline.train.job_dir import JobDir, current_job
 from trueline.train.link.contract import Link
 from trueline.train.rehearsal import fork, places
@@ -23,6 +24,7 @@ from trueline.train.step.group import WorkerGroup
 from trueline.train.step.model_traits import ModelTraits
 from trueline.train.step.optimizer_settings import OptimizerSettings
 from trueline.train.step.options import Options
+from trueline.train.step.parts.scalers import refuse_scalers
 from trueline.train.step.plan import JobPlan
 from trueline.train.step.replica import Replica
 from trueline.train.step.trial import LossTrial, TrialInputs
@@ -54,9 +56,13 @@ class LoopView:
     def _try_loop(self, trial: LossTrial) -> Iterator[StepBatch]:
         self._settings.mark()
         trial.inputs = replace(trial.inputs, total_steps=self._plan.total_steps)
-        for batch in fork.try_loop(trial, self._traits, self._replica.optimizer_step):
+        batches = fork.try_loop(trial, self._traits, self._replica.optimizer_step)
+        for batch in batches:
             self._batch, self._tried_step = batch, batch.step
-            yield batch
+            with refuse_scalers(UsageError, "the loop", 'Options(precision="fp16")') as refused:
+                yield batch
+            if refused:
+                batches.throw(refused[0])
         self._settings.rewind()
         self._traits, self._trial, self._tried_step = trial.traits, None, None
         self._plan.cut_into(self._options.shard_records(self._plan.global_batch, needed=self._traits.needs_shards))

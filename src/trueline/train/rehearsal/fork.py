@@ -190,8 +190,12 @@ def _rehearse(
         send(line, ANSWER, 0, json.dumps(found).encode())
         if "code" not in found and after is not None:
             applied.spare_files()
-            yield from after.batches()
-            send(line, ANSWER, 0, json.dumps({} if after.fault is None else _encode(after.fault)).encode())
+            try:
+                yield from after.batches()
+                fault = after.fault
+            except UsageError as error:
+                fault = error
+            send(line, ANSWER, 0, json.dumps({} if fault is None else _encode(fault)).encode())
     finally:
         os._exit(0)
 

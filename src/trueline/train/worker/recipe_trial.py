@@ -28,6 +28,7 @@ from trueline.train.step import model_traits, trial
 from trueline.train.step.contribution import StepBatch
 from trueline.train.step.model_traits import ModelTraits
 from trueline.train.step.options import Options
+from trueline.train.step.parts.scalers import refuse_scalers
 from trueline.train.step.reduction import as_weight
 from trueline.train.worker.measure import call_model
 
@@ -137,7 +138,8 @@ class RecipeTrial:
         """Whether the recipe's functions take `batch`."""
         weight = self._recipe.weight
         try:
-            loss = self._loss_of(batch)
+            with refuse_scalers(RecipeError, "the recipe's loss", 'precision = "fp16"'):
+                loss = self._loss_of(batch)
             divisor = None if weight is None else as_weight(weight(batch.labels), len(batch.records))
         except RecipeError:
             raise
