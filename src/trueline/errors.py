@@ -15,6 +15,7 @@
     │   ├── JobStopped            the job was stopped by request; resuming continues it
     │   └── RecordsMiscounted     the ledger and the plan disagree: the job stops rather than lie
     ├── CheckpointError           a checkpoint that is torn, tampered with or of another recipe
+    │   └── OtherSchema           a whole one that another version wrote: no older one stands in for it
     ├── CaptureError              a model that cannot be called, named or emitted
     │   └── NotProven             a format asked for has no program, or one that disagrees with the eager model
     ├── BudgetMissed              no compressed candidate keeps the budget; the message has the table of all
@@ -125,6 +126,10 @@ class RecordsMiscounted(TrainError):
 
 class CheckpointError(TruelineError):
     code = "checkpoint"
+
+
+class OtherSchema(CheckpointError):
+    code = "checkpoint_schema"
 
 
 class CaptureError(TruelineError):

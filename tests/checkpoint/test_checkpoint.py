@@ -12,7 +12,7 @@ import torch
 from trueline import events, files
 from trueline.checkpoint import checkpoint, manifest, tree
 from trueline.checkpoint.snapshot import Snapshot
-from trueline.errors import CheckpointError, RecipeError, StorageError
+from trueline.errors import CheckpointError, OtherSchema, RecipeError, StorageError
 from worlds.recipes import small, untrained
 
 
@@ -97,6 +97,21 @@ def test_an_unknown_schema_is_refused(tmp_path):
     (path / checkpoint.MANIFEST).write_text(json.dumps(envelope))
     with pytest.raises(CheckpointError, match="schema 99"):
         checkpoint.read(path)
+
+
+def test_no_older_checkpoint_stands_in_for_one_that_another_version_wrote(tmp_path):
+    """A torn one is passed over; a whole one of another schema is ahead of what can be read."""
+    for step in (1, 2, 3):
+        path = checkpoint.write(tmp_path, step=step, state={}, facts={"evaluations": []})
+    (path / checkpoint.TENSORS).write_bytes(b"torn")
+    assert (checkpoint.latest(tmp_path).step, manifest.find_latest(tmp_path)[1]["step"]) == (2, 2)
+    file = tmp_path / "step-00000002" / checkpoint.MANIFEST
+    text = json.dumps({**json.loads(json.loads(file.read_text())["body"]), "schema": 4})
+    file.write_text(json.dumps({"digest": files.sha256_bytes(text.encode()), "body": text}))
+    for find in (checkpoint.latest, manifest.find_latest):
+        with pytest.raises(OtherSchema, match=r"step-00000002.* has schema 4, this version reads 3") as refused:
+            find(tmp_path)
+        assert "the version of Trueline that wrote it" in refused.value.hint
 
 
 def test_a_folder_that_is_no_checkpoint_says_what_one_looks_like(tmp_path):

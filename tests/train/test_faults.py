@@ -7,8 +7,8 @@ import signal
 import pytest
 
 from trueline.errors import UsageError
+from trueline.train import api, settings
 from trueline.train import faults as injected
-from trueline.train import settings
 from trueline.train.faults import Faults
 from trueline.train.link.local_client import LocalLink
 from trueline.train.settings import Fault, JobSettings
@@ -62,6 +62,24 @@ def test_the_first_script_says_what_a_step_is_and_another_that_says_otherwise_is
         with pytest.raises(UsageError, match=f"made an Elastic with {name}=7, and the job began with {said[name]}"):
             settings.settle(tmp_path, **{**said, name: 7})
     assert settings.load(tmp_path).seed == 5
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        ({"schema": 2}, "settings that this version does not know: schema"),
+        ({"quorum": 3, "lanes": 1}, "does not know: lanes, quorum"),
+        ({"faults": [{"step": 1, "slot": 0, "delay_s": 2}]}, "unknown field `delay_s`"),
+    ],
+)
+def test_a_job_with_settings_of_a_newer_version_is_refused_wherever_it_is_loaded(tmp_path, more, words):
+    settings.save(JOB, tmp_path)
+    file = tmp_path / "job.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **more}))
+    for load in (settings.load, api.prepare_resume):
+        with pytest.raises(UsageError, match=words) as refused:
+            load(tmp_path)
+        assert "checkpoints can still be evaluated" in refused.value.hint
 
 
 def test_alone_one_vote_sets_a_record_aside_for_good_and_cuts_the_group():

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 from xxhash import xxh3_128
 
 from trueline import events, files
-from trueline.errors import CheckpointError
+from trueline.errors import CheckpointError, OtherSchema
 from trueline.storage.checkpoint_store import open_checkpoint_store
 from trueline.storage.location import Location, join_location, split_location
 
@@ -54,7 +54,10 @@ def read_body(path: Location) -> dict[str, Any]:
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{file} is torn, or not of a checkpoint: {error}") from error
     if body.get("schema") != SCHEMA:
-        raise CheckpointError(f"{file} has schema {body.get('schema')}, this version reads {SCHEMA}")
+        raise OtherSchema(
+            f"{file} has schema {body.get('schema')}, this version reads {SCHEMA}",
+            hint="use the version of Trueline that wrote it, or move it away: an older checkpoint is then the newest",
+        )
     return {**body, "digest": digest}
 
 
@@ -97,17 +100,21 @@ def verify(path: Location) -> dict[str, Any]:
 def find_latest(folder: Location) -> tuple[Location, dict[str, Any]] | None:
     """Place and manifest of the newest checkpoint in `folder` that verifies; one that does not is reported.
 
-    Raises StorageError when a store does not answer, which does not mean that it has no checkpoint.
+    Raises StorageError when a store does not answer, which does not mean that it has no checkpoint, and OtherSchema for
+    one that another version wrote: the job has come further than the checkpoints that can be read.
     """
     return first_whole(folder, lambda path: (path, verify(path)))
 
 
 def first_whole(folder: Location, read_one: Callable[[Location], Found]) -> Found | None:
-    """What `read_one` returns for the newest checkpoint for which it raises no CheckpointError; None: there is none."""
+    """What `read_one` returns for the newest checkpoint for which it raises no CheckpointError; None: there is none.
+    Raises OtherSchema."""
     for step in reversed(steps(folder)):
         path = join_location(folder, folder_name(step))
         try:
             return read_one(path)
+        except OtherSchema:
+            raise
         except CheckpointError as error:
             events.emit("checkpoint.refused", path=str(path), why=error.message)
     return None

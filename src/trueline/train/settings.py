@@ -9,7 +9,7 @@ import msgspec
 
 from trueline import files
 from trueline.engine.hosts.ssh import parse_hosts
-from trueline.errors import UsageError, closest
+from trueline.errors import UsageError, closest, join_names
 from trueline.full_disk import write_when_room
 from trueline.recipe.settings import LossReduction, Precision, Shuffle, Strategy, TrainingSettings
 from trueline.settings import check, declared_settings
@@ -43,7 +43,7 @@ NOT_OF: Mapping[Strategy, tuple[str, ...]] = {"allreduce": OF_SERVERS, "ps": NOT
 """By strategy: the settings that its jobs do not have."""
 
 
-class Fault(msgspec.Struct, frozen=True, kw_only=True):
+class Fault(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """An injected signal, which incarnation `incarnation` of worker `slot` sends to itself after `step` applied steps.
 
     Phases of a step: `before` it, in the `backward`, after the all-reduce (`allreduced`), after the optimizer and
@@ -179,10 +179,18 @@ def save(settings: JobSettings, job_dir: Path, *, patient: bool = False) -> None
 
 
 def load(job_dir: Path) -> JobSettings:
-    """Raises UsageError if `job_dir` holds no job."""
+    """Raises UsageError if `job_dir` holds no job, or one of a newer version: it would be another one without what that
+    has written."""
     file = JobDir(job_dir).settings
     try:
-        job = msgspec.json.decode(file.read_bytes(), type=JobSettings)
+        found = msgspec.json.decode(file.read_bytes(), type=dict[str, Any])
+        if unknown := sorted(found.keys() - JobSettings.__dataclass_fields__.keys()):
+            raise UsageError(
+                f"{file} has settings that this version does not know: {join_names(unknown)}",
+                hint="continue the job with the version of Trueline that began it; the checkpoints can still be "
+                "evaluated and captured: name one of them",
+            )
+        job = msgspec.convert(found, JobSettings)
         if job.script and not Path(job.script[0]).is_absolute():  # it has travelled to this host
             return replace(job, script=(str(job_dir / job.script[0]), *job.script[1:]))
         travelled = job.recipe and ":" not in job.recipe and not Path(job.recipe).is_absolute()

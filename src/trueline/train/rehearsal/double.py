@@ -2,13 +2,15 @@
 
 A penalty of a batch's deviation or balance with a factor of 1e-4 makes a loss that looks like a mean to four digits.
 So where the gradients of whole and parts differ by more than FINE a fork computes them once more, with model and
-records in double precision. What the loop's code then refuses to compute, or computes in single precision all the same,
-decides nothing.
+records in double precision. Sums over images differ by as much in single precision, and convolutions take long, so the
+fork does a fraction of the trial: whole and parts, without another seed or a later step. What the loop's code then
+refuses to compute, or computes in single precision all the same, decides nothing.
 """
 
 from __future__ import annotations
 
 from collections.abc import Generator
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -19,10 +21,11 @@ from trueline.data.loading.worker_pool import ReaderClient
 from trueline.data.order.permutation import Indices
 from trueline.data.source import Batch
 from trueline.errors import UsageError
-from trueline.train.step import features
+from trueline.train import dynamo
+from trueline.train.step import features, reduction
 from trueline.train.step.contribution import StepBatch
 from trueline.train.step.model_traits import ModelTraits
-from trueline.train.step.trial import LossTrial, TrialInputs
+from trueline.train.step.trial import FEW, QUICK_S, LossTrial, TrialInputs
 
 FINE = 1e-6
 """A relative difference of whole and parts that training may have."""
@@ -43,9 +46,17 @@ class DoubleTrial:
         tried, given = self._tried, self.inputs
         given.model.double()
         tried.inputs = replace(given, reader=_DoubleReader(given.reader))
-        tried.expect_same, tried.in_double = None, FINE
+        tried.in_double = FINE
+        assert self.inputs.chosen is not None
+        eager = torch.compiler.set_stance("force_eager") if dynamo.is_loaded() else nullcontext()
+        with eager:
+            yield from tried.each_part(self.inputs.chosen[:FEW], cuts=0)
+            yield from tried.each_part(self.inputs.chosen[: None if tried.took_s < QUICK_S else FEW])
+        if not tried.tried or not tried.is_finite():
+            return
+        whole, *parts = tried.tried
         try:
-            yield from tried.batches()
+            reduction.decide(whole, [parts[:2], parts[2:]], "auto", tried.tolerance, draws=False)
         except UsageError as error:
             raise UsageError(f"in double precision, {error.message}", hint=error.hint) from error
 
