@@ -202,3 +202,41 @@ def test_of_more_records_than_can_be_read_in_a_moment_a_sample_is_counted_and_pa
         source_of(str(tmp_path / "a.parquet")).check_missing()
     assert "in 1 of " in caught.value.message
     assert "first in row 708 (record 7 of " in caught.value.message
+
+
+def parse(records, mode):
+    return torch.tensor([float(one or 0) for one in records["x"].to_pylist()]), tensor(records["label"])
+
+
+@pytest.mark.parametrize("stray", ["-", "?", "1,5", "n/a %"])
+def test_text_among_numbers_that_a_feed_fails_on_is_refused_with_column_count_and_row(tmp_path, stray):
+    rows = [f"{number},{number % 2}" for number in range(40)]
+    rows[7] = rows[31] = f'"{stray}",1'
+    with pytest.raises(MissingValues) as caught:
+        source_of(write(tmp_path, rows, header="x,label"), feed=parse).check_missing()
+    assert f"column 'x' has text among numbers, which feed fails on ('{stray}'), in 2 records" in caught.value.message
+    assert "first in row 8 (record 7 of " in caught.value.message
+    source_of(str(tmp_path / "rows.csv"), {"x": "keep"}, parse).check_missing()
+
+
+def test_text_that_a_feed_takes_or_does_not_read_and_columns_of_words_are_left_alone(tmp_path):
+    rows = [f"{number},{number % 2},{'red' if number % 3 else 4}" for number in range(40)]
+    rows[7] = "-,1,red"
+    uri = write(tmp_path, rows, header="x,label,colour")
+
+    def careful(records, mode):
+        return torch.tensor([0.0 if one == "-" else float(one) for one in records["x"].to_pylist()]), tensor(
+            records["label"]
+        )
+
+    def of_labels(records, mode):
+        return tensor(records["label"]), tensor(records["label"])
+
+    def colours(records, mode):
+        return torch.tensor([("red",).index(one) for one in records["colour"].to_pylist()]), tensor(records["label"])
+
+    def broken(records, mode):
+        raise ValueError("of any record")
+
+    for feed in (careful, of_labels, colours, broken):
+        source_of(uri, feed=feed).check_missing()

@@ -216,22 +216,29 @@ def _count_cells(records: Records, names: list[str]) -> int:
 
 def count_missing(records: Records, names: list[str]) -> Count:
     """Counts over all records, or over an even sample of MAX_CELLS cells. Raises DataError for what cannot be read."""
+    count = Count(sum(unit.count for unit in records.units))
+    if count.total > MAX_CELLS // _count_cells(records, names):
+        _add_statistics(count, records, names)
+    for offset, table in sample_tables(records, names):
+        count.add(table, names, offset)
+    return count
+
+
+def sample_tables(records: Records, names: list[str]) -> Iterator[tuple[int, pa.Table]]:
+    """All records, or an even sample of MAX_CELLS cells, in tables, each with the number of its first record."""
     units = records.units
     total = sum(unit.count for unit in units)
-    count = Count(total)
     left = MAX_CELLS // _count_cells(records, names)
     chosen = list(range(len(units)))
     if total > left:
         wanted = max(1, min(len(units), left // max(1, min(max(unit.count for unit in units), _ROWS))))
         chosen = sorted({round(place) for place in np.linspace(0, len(units) - 1, wanted)})
-        _add_statistics(count, records, names)
     rows = max(1, left // len(chosen)) if total > left else total
     for number in chosen:
         offset = units[number].offset
         for table in stream_tables(records, number, min(units[number].count, rows)):
-            count.add(table, names, offset)
+            yield offset, table
             offset += len(table)
-    return count
 
 
 def stream_tables(records: Records, number: int, rows: int) -> Iterator[pa.Table]:

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
+from trueline.data import stray_text
 from trueline.data.loading.column_feed import ColumnFeed
 from trueline.data.loading.decoded_cache import TableCache, run_of
 from trueline.data.loading.tensors import DefaultFeed
@@ -96,6 +97,15 @@ class TableSource:
         tried = not isinstance(feed, DefaultFeed)
         count.gaps = {key: gap for key, gap in gaps if not (tried and self._can_feed(gap.first, finite=gap.beyond))}
         refuse(count, partial(describe_record, self))
+        if tried:
+            self._check_stray_text([name for name in used if self._missing.rule(name)[0] != "keep"])
+
+    def _check_stray_text(self, names: list[str]) -> None:
+        """Raises MissingValues for text among numbers that the user's `feed` fails on, where it takes other records."""
+        found, plain = stray_text.find_stray_text(self.records, names)
+        if found and plain >= 0 and self._can_feed(plain, finite=False):
+            refused = [one for one in found if not self._can_feed(one.first, finite=False)]
+            stray_text.refuse(refused, partial(describe_record, self))
 
     def _can_feed(self, record: int, *, finite: bool) -> bool:
         """Whether `feed` makes tensors without NaN of a record that lacks a value; `finite`: and without infinity."""
