@@ -145,6 +145,14 @@ def test_a_rule_fills_every_batch_and_every_mode_with_the_same_values(tmp_path, 
     np.testing.assert_array_equal(source.read(np.array([3, 0])).inputs, expected[[3, 0]])
 
 
+def test_nan_and_nulls_of_parquet_are_filled_by_the_mean_of_the_values_that_there_are(tmp_path):
+    values = pa.array([1.0, float("nan"), None, 5.0], pa.float64())
+    pq.write_table(pa.table({"x": values, "label": [0, 1, 0, 1]}), tmp_path / "a.parquet")
+    source = source_of(str(tmp_path / "a.parquet"), "mean")
+    source.check_missing()
+    assert source.read(np.arange(4)).inputs.tolist() == [1, 3, 3, 5]
+
+
 def test_the_mean_of_held_out_records_is_that_of_the_training_records(tmp_path):
     uri = write(tmp_path, ROWS)
     (tmp_path / "held").mkdir()
