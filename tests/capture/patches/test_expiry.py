@@ -502,6 +502,7 @@ CASES: dict[Any, Case] = {
     round: of(lambda x: x[:, : round(x.shape[1] * 0.5)], R, free=(1,)),
     _ATEN.roll.default: of(lambda x: x.roll(x.shape[1] // 2, 1), R, free=(1,)),
     _ATEN.scaled_dot_product_attention.default: attention(SHOWN),
+    _ATEN.pow.Tensor_Tensor: of(lambda x: x + x.double().abs().amax() ** x, R),
     _ATEN.argmax.default: of(lambda x: x.argmax(1), A),
     _ATEN.argmin.default: of(lambda x: x.argmin(1), A),
     _ATEN.amax.default: of(lambda x: x.amax(), R),
