@@ -1,5 +1,5 @@
-"""A small part of a loss that is no mean is told from rounding in double precision, and what cannot be computed so
-decides nothing."""
+"""The trial in double precision finds a small part of a loss that compares records, which rounding hides in single
+precision. A loss that cannot be computed in double precision is left to the trial in single precision."""
 
 from __future__ import annotations
 

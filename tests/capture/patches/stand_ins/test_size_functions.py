@@ -7,29 +7,13 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from torch import Tensor, nn
 
 from trueline.capture.export import torch_export
-from trueline.capture.export.exported import Exported
-from trueline.capture.model.eager import EagerSession
 from trueline.capture.patches.stand_ins import size_functions
 from trueline.errors import CaptureError
+from worlds.scaled import exported
 
 SIZES = (1, 2, 3, 4, 5, 9, 11, 12, 14, 16, 31, 99, 100, 255, 256)
-
-
-class Scaled(nn.Module):
-    def __init__(self, function: Callable[[int], float]) -> None:
-        super().__init__()
-        self.function = function
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x * self.function(x.shape[1])
-
-
-def exported(function: Callable[[int], float]) -> Exported:
-    eager = EagerSession(Scaled(function).eval(), torch.ones(3, 9), dynamic_shapes={"x": {1: "length"}})
-    return torch_export.export(eager.module, eager.calling)
 
 
 FUNCTIONS: dict[str, Callable[[int], float]] = {

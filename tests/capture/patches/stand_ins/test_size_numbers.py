@@ -14,29 +14,15 @@ from torch import Tensor, nn
 from trueline.bundle import open_bundle
 from trueline.capture.api import capture
 from trueline.capture.export import torch_export
-from trueline.capture.export.exported import Exported
 from trueline.capture.model.eager import EagerSession
 from trueline.capture.patches.stand_ins import numpy_arrays, size_functions, size_numbers
 from trueline.errors import CaptureError
 from trueline.runtime.open import open_program
 from worlds.cases import few
 from worlds.recipes import untrained
+from worlds.scaled import Scaled, exported
 
 SIZES = (1, 2, 3, 4, 6, 7, 8, 9, 16, 20, 21, 54, 55, 148, 149, 1096, 1097)
-
-
-class Scaled(nn.Module):
-    def __init__(self, function: Callable[[int], float]) -> None:
-        super().__init__()
-        self.function = function
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x * self.function(x.shape[1])
-
-
-def exported(function: Callable[[int], float]) -> Exported:
-    eager = EagerSession(Scaled(function).eval(), torch.ones(3, 9), dynamic_shapes={"x": {1: "length"}})
-    return torch_export.export(eager.module, eager.calling)
 
 
 WHOLE: dict[str, Callable[[int], float]] = {
