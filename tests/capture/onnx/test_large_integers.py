@@ -67,25 +67,37 @@ def test_large_whole_numbers_are_answered_as_torch_answers(tmp_path: Path) -> No
         np.testing.assert_array_equal(found[name], expected, err_msg=what, strict=True)
 
 
+POWERS = (0, 1, 2, 3, 4, 7, 64)
+
+
 class ToAPower(torch.nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x ** (x % 5)
 
 
-class OfTwo(torch.nn.Module):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return 2 ** (x % 70) + (x % 1000) ** 3 + 2 ** (x % 40).int()
+class OfNumbers(torch.nn.Module):
+    def forward(self, x: torch.Tensor) -> list[torch.Tensor]:
+        of_two = 2 ** (x % 70) + 2 ** (x % 40).int()
+        kinds = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+        each = torch.tensor([0, 1, 5, 2]) + torch.zeros(17, 1, dtype=torch.int64)
+        return [
+            of_two,
+            x.unsqueeze(-1) ** each,
+            x[:, :1] ** torch.ones(3, dtype=torch.int64),
+            *(x.to(kind) ** power for kind in kinds for power in POWERS),
+        ]
 
 
-def test_a_power_of_whole_numbers_is_no_onnx_but_of_two_or_to_a_number_of_the_code(tmp_path: Path) -> None:
+def test_a_power_of_whole_numbers_is_no_onnx_but_of_two_or_to_numbers_of_the_code(tmp_path: Path) -> None:
     eager = EagerSession(ToAPower().eval(), numbers(3))
     with pytest.raises(CaptureError, match="raises whole numbers to a power in double precision"):
         emit.emit(torch_export.export(eager.module, eager.calling), tmp_path / "to")
-    eager = EagerSession(OfTwo().eval(), numbers(3))
+    eager = EagerSession(OfNumbers().eval(), numbers(3))
     exported = torch_export.export(eager.module, eager.calling)
     inputs = {"x": numbers(200).numpy()}
     found = open_session("onnx", emit.emit(exported, tmp_path), exported.signature).run(inputs)
-    np.testing.assert_array_equal(found["output"], eager.run(inputs)["output"])
+    for name, expected in eager.run(inputs).items():
+        np.testing.assert_array_equal(found[name], expected, err_msg=name, strict=True)
 
 
 class OfEachColumn(torch.nn.Module):

@@ -11,7 +11,7 @@ Sums (`ReduceSum`)
 Products (`ReduceProd`)
     As FP64, too: of at most MOST_FACTORS, one is multiplied after the other.
 Powers (`Pow`)
-    As FP64, too. Those to a number that the program holds are right; those of 2 wrap beyond 2**62.
+    As FP64, too. Those to numbers that the program holds are multiplied; those of 2 wrap beyond 2**62.
 """
 
 from collections.abc import Callable
@@ -207,12 +207,42 @@ def _product(builder: _Builder) -> None:
         found = builder.add("Mul", found, part)
 
 
+def _constant_of(value: ir.Value | None) -> np.ndarray | None:
+    """The array that `value` always is: one that the model holds, or its cast to a narrow dtype."""
+    producer = None if value is None else value.producer()
+    if value is None or producer is None or producer.op_type != "Cast":
+        found = None if value is None else convenience.get_const_tensor(value)
+        return None if found is None else found.numpy()
+    given = _constant_of(producer.inputs[0])
+    return None if given is None or value.dtype is None else given.astype(value.dtype.numpy())
+
+
+def _multiply(builder: _Builder, square: ir.Value | None, times: np.ndarray) -> None:
+    """Products of equal factors, by squaring; they wrap as torch's do."""
+    found: ir.Value | None = None
+    for bit in range(int(times.max()).bit_length()):
+        square = builder.add("Mul", square, square) if bit else square
+        taken = (times >> bit) & 1 == 1
+        if not taken.any():
+            continue
+        factor = square
+        if taken.size > 1:
+            chosen = builder.add("Constant", to=ir.DataType.BOOL, value=ir.tensor(taken))
+            factor = builder.add("Where", chosen, square, builder.hold(1))
+        found = factor if found is None else builder.add("Mul", found, factor)
+    if not builder.made:
+        builder.add("Identity", found)
+
+
 def _power(builder: _Builder) -> None:
-    base, exponent = (convenience.get_const_tensor(one) if one is not None else None for one in builder.inputs)
+    base, exponent = (_constant_of(one) for one in builder.inputs)
     given, kind = builder.inputs[1], builder.kind
-    if exponent is not None:
+    if exponent is not None and (exponent.dtype.kind not in "iu" or not exponent.size or not exponent.any()):
         return
-    if base is None or base.size != 1 or base.numpy().item() != 2:
+    if exponent is not None and exponent.min() >= 0:
+        _multiply(builder, builder.inputs[0], exponent)
+        return
+    if base is None or base.size != 1 or base.item() != 2:
         raise CaptureError(
             "ONNX Runtime raises whole numbers to a power in double precision, which is wrong beyond 2**53",
             hint="raise floats, or to a power that is a number in the code",
