@@ -108,7 +108,7 @@ def test_every_member_has_the_gradients_and_sums_of_one_process_over_all_records
         model = model_of()
         exchange = make_exchange(model, group, 6)
         exchange.attach(WORDS)
-        return [step(exchange, model, split[rank], shares, 6) for _ in range(2)]
+        return [step(exchange, model, split[rank], shares, 6) for _ in range(4)]  # buckets stand from the second on
 
     losses, expected = alone(6)
     for steps in in_a_group(len(split), work):
@@ -118,6 +118,23 @@ def test_every_member_has_the_gradients_and_sums_of_one_process_over_all_records
             assert beside == [1.0] * 6, "each record is noted once"
             for mine, its in zip(found, expected, strict=True):
                 assert mine == pytest.approx(its, rel=1e-4, abs=1e-6)
+
+
+def test_the_memory_of_the_sums_holds_all_that_was_summed_or_is_said_to_lie_elsewhere(make_exchange):
+    def work(rank, group):
+        model = model_of()
+        exchange = make_exchange(model, group, 6)
+        exchange.attach(WORDS)
+        found = []
+        for _ in range(3):
+            words, beside, gradients = step(exchange, model, [(3 * rank, 3 * rank + 3)], Shares([1, 1], [0, 1]), 6)
+            held = [number for part in exchange.sums for number in part.tolist()]
+            numbers = [number for part in (words, beside, *gradients) for number in part]
+            found.append((sorted(held), sorted(numbers)))
+        return found
+
+    for steps in in_a_group(2, work):
+        assert all(not held or held == numbers for held, numbers in steps)
 
 
 def test_all_members_have_equal_bits(make_exchange):

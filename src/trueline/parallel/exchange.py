@@ -62,6 +62,10 @@ class GradientExchange(Protocol):
     on_sent: Callable[[], None]
     """Called after that, when everything is on its way to the peers: there is time for something else."""
 
+    @property
+    def sums(self) -> Sequence[torch.Tensor]:
+        """The memory of all that the last `reduce` summed, words and `beside` too; empty: it lies in many places."""
+
     def attach(self, words: int) -> None:
         """Joins the process group that was just formed. `words`: how many `reduce` gets in this group."""
 

@@ -21,15 +21,24 @@ def are_finite(values: Iterable[torch.Tensor]) -> bool:
     return all(bool(torch.isfinite(value).all()) for value in held)  # a sum may overflow, or have what is not theirs
 
 
+def have_finite_sums(rooms: Iterable[torch.Tensor]) -> bool:
+    """Whether each tensor is dense and has a finite sum: then all its numbers are finite."""
+    return all(not value.is_sparse and math.isfinite(_sum(value)) for value in rooms)
+
+
 def _sum_room(value: torch.Tensor) -> float:
-    """The size of the sum of all memory that `value` lies in: what is not finite in it leaves no finite sum.
+    """The sum of all memory that `value` lies in: what is not finite in it leaves no finite sum.
 
     It is read from the tensor at once: `torch.isfinite` of a single number takes a third as long as the sum of two
     million."""
     room = value
     if value.nbytes != value.untyped_storage().nbytes():
         room = torch.empty(0, dtype=value.dtype, device=value.device).set_(value.untyped_storage())
-    return abs((room.sum(dtype=torch.float32) if value.dtype in _NARROW else room.sum()).item())
+    return _sum(room)
+
+
+def _sum(value: torch.Tensor) -> float:
+    return abs((value.sum(dtype=torch.float32) if value.dtype in _NARROW else value.sum()).item())
 
 
 def find_infinite(named: Iterable[tuple[str, torch.Tensor | None]]) -> str:

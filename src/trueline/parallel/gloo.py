@@ -111,7 +111,8 @@ class GlooGroup:
         return self._track(self._gloo.allreduce([value]))  # type: ignore[attr-defined]  # its stub lacks it
 
     def _track(self, work: Any) -> Any:
-        self._works = [*(other for other in self._works if not other.is_completed()), work]
+        self._works = [other for other in self._works if not other.is_completed()]
+        self._works.append(work)
         return work
 
     def check(self) -> None:

@@ -119,6 +119,7 @@ class OrderedExchange:
         self.on_begin: Callable[[], None] = lambda: None
         self.on_computed: Callable[[], None] = lambda: None
         self.on_sent: Callable[[], None] = lambda: None
+        self.sums: Sequence[torch.Tensor] = ()
 
     def attach(self, words: int) -> None:
         if len(self.beside) != self.width:

@@ -252,11 +252,11 @@ class Elastic(LoopView):
         if self._group.view.careful or not self._recovery.holds or not self._host_waits:
             return
         self._link.report_phase("reading")
-        self._replica.optimizer_step.prepare(self.steps)
         try:
             self._doubts.look_ahead(*self._step_reader.read_ahead(self.steps + 1))
         except Exception as error:  # noqa: BLE001  the step reads it again and handles the error
             events.emit("read.ahead_failed", step=self.steps + 1, why=f"{type(error).__name__}: {error}")
+        self._replica.optimizer_step.seed(self.steps)
         self._link.report_phase("waiting")
 
     def _account(self, step: int, *, holds: bool) -> StepAccount:
@@ -266,7 +266,8 @@ class Elastic(LoopView):
         if not holds:
             return StepAccount(wishes=int(wish), rates=rates, settings=settings)
         rates[group.rank] = group.rate_to_report(self._timer.rate)
-        return replace(self._contribution.account(group.generation, step, wish=wish, rates=rates), settings=settings)
+        account = self._contribution.account(group.generation, step, wish=wish, rates=rates)
+        return replace(account, settings=settings) if settings else account
 
     def _reduce(self, step: int, piece: tuple[torch.Tensor, float, Ints, Share] | None) -> bool:
         """Runs the all-reduce of `step` and commits it; True if the step was applied."""

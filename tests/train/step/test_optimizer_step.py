@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from trueline.errors import TrainError, UsageError
 from trueline.train.step.optimizer_step import OptimizerStep, check_length, check_optimizer
@@ -268,3 +269,46 @@ def test_sparse_gradients_are_clipped_as_dense_ones_are():
         advance_of(model, lr=0.5, clip_norm=0.1).apply()
     for mine, its in zip(sparse.parameters(), dense.parameters(), strict=True):
         torch.testing.assert_close(mine, its)
+
+
+def test_an_optimizer_is_hooked_and_labelled_for_profilers_as_where_its_step_is_called():
+    first, second, seen = advance_of(), advance_of(), []
+    first.optimizer.register_step_pre_hook(lambda *_: seen.append("before"))
+    second.optimizer.register_step_post_hook(lambda *_: seen.append("after"))
+    step(first)
+    step(second)
+    assert seen == ["before", "after"]
+    with torch.profiler.profile() as profiler:
+        step(advance_of())
+    assert "Optimizer.step#SGD.step" in {event.name for event in profiler.events()}
+    handle = register_optimizer_step_post_hook(lambda *_: seen.append("any"))
+    try:
+        step(advance_of())
+    finally:
+        handle.remove()
+    assert seen[2:] == ["any"]
+
+
+def test_what_an_optimizer_draws_follows_from_the_step_whether_it_was_seeded_ahead_or_not():
+    class Drawing(torch.optim.SGD):
+        def step(self, closure=None):
+            drawn.append(torch.rand(()).item())
+
+    drawn = []
+    model = one()
+    advance = OptimizerStep(model, Drawing(model.parameters(), lr=1.0), None, Options(), seed=7)
+    for steps, ahead in ((3, False), (3, True), (4, True), (4, False)):
+        advance.begin()
+        if ahead:
+            advance.seed(steps)
+        else:
+            torch.rand(steps)
+        step(advance, steps=steps)
+    assert drawn[0] == drawn[1] != drawn[2] == drawn[3]
+    advance.seed(5)
+    advance.begin()  # that step was given up, and others drew since
+    torch.rand(1)
+    step(advance, steps=5)
+    advance.begin()
+    step(advance, steps=5)
+    assert drawn[4] == drawn[5]

@@ -32,7 +32,26 @@ _SEED, _NEAR = 0x5851F42D4C957F2D, 160
 def generator_state() -> tuple[Any, ...]:
     """Of Python's, numpy's and torch's global generators, and of that of the current CUDA device where it is used.
     Equal states mean that nothing was drawn in between."""
-    return _python_state(), _numpy_state(), *_torch_states()
+    places = _find_all(np.random.mtrand._rand._bit_generator)
+    if places:
+        return tuple([place.value for place in places])
+    return *single_states(), *_torch_states()
+
+
+def single_states() -> tuple[Any, ...]:
+    """Of Python's and numpy's, which code draws single numbers from."""
+    return _python_state(), _numpy_state()
+
+
+@lru_cache(maxsize=2)
+def _find_all(numpys: np.random.BitGenerator) -> tuple[_Place, ...]:
+    """Those of all three, which are then read at once; empty: some are not known, or a device has a generator too."""
+    import torch
+
+    torchs = _torch_places(getattr(torch.default_generator, "_cdata", 0))
+    if type(numpys) is not np.random.MT19937 or not _PYTHON_PLACES or not torchs or torch.accelerator.is_available():
+        return ()
+    return *_PYTHON_PLACES, *_numpy_places(numpys), *torchs
 
 
 def cuda_states() -> list[torch.Tensor]:

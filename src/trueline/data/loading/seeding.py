@@ -25,23 +25,13 @@ OTHERS, TRIES_APART = 2, 6
 
 
 def seed_all(*parts: int) -> None:
-    """Seeds Python's, numpy's and torch's global generators from integers."""
-    seed_each(*make_seeds(*parts))
+    """Seeds Python's, numpy's and torch's global generators from integers.
 
-
-def make_seeds(*parts: int) -> tuple[int, int, int]:
-    """The seeds of 32 bits of Python's, numpy's and torch's global generators that `seed_all` makes of `parts`.
-
-    A step, and each record that draws, needs them: numpy's SeedSequence takes four times as long."""
+    Each step, and each record that draws, does it: numpy's SeedSequence takes four times as long."""
     key = key_of(*parts)
-    return key & _WORD, key >> 32, key_of(key) & _WORD
-
-
-def seed_each(pythons: int, numpys: int, torchs: int) -> None:
-    """Seeds Python's, numpy's and torch's global generators."""
-    random.seed(pythons)
-    np.random.seed(numpys)
-    _seed_torch(torchs)
+    random.seed(key & _WORD)
+    np.random.seed(key >> 32)
+    _seed_torch(key_of(key) & _WORD)
 
 
 def _seed_torch(seed: int) -> None:

@@ -134,8 +134,11 @@ class WorkerGroup:
 
     def rate_to_report(self, measured: float) -> float:
         """This worker's records a second, or its weight until it has measured."""
+        own = measured or self.weights[self.rank]
+        if own:
+            return own
         known = [weight for weight in self.weights if weight > 0]
-        return measured or self.weights[self.rank] or sum(known) / len(known)
+        return sum(known) / len(known)
 
     def by_rank(self, numbers: list[int]) -> list[int]:
         """Sorts `numbers`, which are in the order of `order`, by rank."""

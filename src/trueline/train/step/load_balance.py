@@ -178,4 +178,6 @@ def _level(rates: Sequence[float]) -> tuple[float, ...]:
 
 def _raise_to_floor(rates: Sequence[float]) -> tuple[float, ...]:
     floor = FLOOR * max(rates)
+    if min(rates) >= floor > 0:
+        return tuple(rates)
     return tuple(max(rate, floor) if rate > 0 else 0.0 for rate in rates)

@@ -61,6 +61,8 @@ class OptimizerSettings:
     def expect_one_rule(self, step: int, *, first: bool) -> None:
         """Raises UsageError if they have changed since the `first` batch of `step` that this member has: members with
         more batches would change them more often."""
+        if not self._slots:
+            return
         values = self.values()
         if first:
             self._held = values

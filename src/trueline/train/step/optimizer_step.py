@@ -13,10 +13,11 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
+from torch.optim import optimizer as torch_optimizer
 from torch.optim.lr_scheduler import ChainedScheduler, OneCycleLR, ReduceLROnPlateau
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
-from trueline.data.loading.seeding import make_seeds, seed_each
+from trueline.data.loading.seeding import seed_all
 from trueline.errors import TrainError, UsageError, join_names
 from trueline.train.devices import is_lost
 from trueline.train.step.joint import check_closure
@@ -26,6 +27,25 @@ from trueline.train.step.options import Options
 MEASURE_S = 1.0
 OPTIMIZER = -1
 """In place of the shard in the seed of what an optimizer draws (Langevin noise, stochastic rounding)."""
+
+
+def _take_step(optimizer: torch.optim.Optimizer) -> None:
+    """`optimizer.step()`, without the label for profilers that torch puts around it, where no profiler runs and no hook
+    is set: of a step of 10 ms the label takes a hundredth."""
+    step = type(optimizer).step
+    inner: Callable[..., object] | None = getattr(step, "__wrapped__", None) if hasattr(step, "hooked") else None
+    watched = (
+        "step" in vars(optimizer)  # schedulers put their own there, which counts
+        or optimizer._optimizer_step_pre_hooks
+        or optimizer._optimizer_step_post_hooks
+        or torch_optimizer._global_optimizer_pre_hooks
+        or torch_optimizer._global_optimizer_post_hooks
+        or torch.autograd.profiler._is_profiler_enabled
+    )
+    if inner is None or watched:
+        optimizer.step()
+    else:
+        inner(optimizer)
 
 
 class OptimizerStep:
@@ -43,8 +63,8 @@ class OptimizerStep:
         job's; what the optimizer draws follows from it and the step, so that all members draw the same."""
         self.model, self.optimizer, self.scheduler, self.options = model, optimizer, scheduler, options
         self.owned, self._seed = owned, seed
-        self._seeds = 0, make_seeds(seed, 0, OPTIMIZER)
-        """Steps before, and the seeds of the next one."""
+        self._seeded = -1
+        """Steps before the one that the generators are seeded for; -1: they are not."""
         self.settings = OptimizerSettings(optimizer, shared=not owned)
         self._parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         device = self._parameters[0].device.type if self._parameters else "cpu"
@@ -72,10 +92,16 @@ class OptimizerStep:
         for parameter in self._parameters:
             parameter.grad = None
 
-    def prepare(self, steps: int) -> None:
-        """Makes the seeds of the step after `steps`, while the worker waits for its gradients."""
-        if self._seeds[0] != steps:
-            self._seeds = steps, make_seeds(self._seed, steps, OPTIMIZER)
+    def begin(self) -> None:
+        """Begins a step: no gradients, and the generators are whatever they are."""
+        self.zero_grad()
+        self._seeded = -1
+
+    def seed(self, steps: int) -> None:
+        """Seeds the generators for the step after `steps`; while the worker waits for its gradients, this takes no
+        time."""
+        seed_all(self._seed, steps, OPTIMIZER)
+        self._seeded = steps
 
     def apply(self, measured: float | None = None, *, steps: int = 0) -> bool:
         """Applies the gradients in place; False if they overflowed, so that only the scale has changed.
@@ -108,8 +134,9 @@ class OptimizerStep:
 
     def _step_all(self, steps: int, undo: Callable[[], None]) -> bool:
         """Steps the optimizer, and then the schedule and the averages."""
-        self.prepare(steps)
-        seed_each(*self._seeds[1])
+        if self._seeded != steps:
+            self.seed(steps)
+        self._seeded = -1
         if not self._step_optimizer(steps):
             undo()
             return False
@@ -127,7 +154,7 @@ class OptimizerStep:
         try:
             if self.scaler.is_enabled():
                 return self._step_scaled()
-            self.optimizer.step()
+            _take_step(self.optimizer)
             return True
         except (RuntimeError, ValueError, AssertionError) as error:
             if isinstance(error, torch.OutOfMemoryError) or is_lost(error) or not is_of_torch(self.optimizer):

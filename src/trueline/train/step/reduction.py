@@ -15,7 +15,7 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -123,8 +123,7 @@ def averaged_elements(loss: Tensor) -> tuple[float, int] | None:
     return None
 
 
-@dataclass(frozen=True, slots=True)
-class Divisors:
+class Divisors(NamedTuple):
     """What a loss of `records` records divides by."""
 
     records: int
@@ -143,7 +142,7 @@ def read_divisors(loss: Tensor, records: int) -> Divisors:
     nodes, names, values = [loss.grad_fn], list[str](), list[float]()
     while nodes and len(names) < MOST_NODES:
         node = nodes.pop(0)
-        if node is None or any(len(part.shape) for part in getattr(node, "_input_metadata", ())):
+        if node is None or any(part.shape for part in getattr(node, "_input_metadata", ())):
             continue
         names.append(node.name())
         values.append(_read_divisor(node))

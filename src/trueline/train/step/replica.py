@@ -6,7 +6,7 @@ with n/B, whatever the split; sums and means by other weights: `reduction.py`.
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from trueline.checkpoint.snapshot import Snapshot
 from trueline.errors import UsageError
 from trueline.parallel.ddp import DdpExchange
 from trueline.parallel.exchange import BackwardPiece, GradientExchange, Shares, unused_parameters
-from trueline.parallel.finite import are_finite, describe_infinite
+from trueline.parallel.finite import are_finite, describe_infinite, have_finite_sums
 from trueline.parallel.gloo import GlooGroup
 from trueline.parallel.ordered import OrderedExchange
 from trueline.train import dynamo
@@ -127,7 +127,7 @@ class Replica:
     def begin(self) -> None:
         """Begins a step: no gradients, no contributions; running statistics are those of the last applied step."""
         self.reset_buffers()
-        self.optimizer_step.zero_grad()
+        self.optimizer_step.begin()
         self._gathered, self._versions = [], self._read_versions()
         self.exchange.beside.zero_()
         self.exchange.on_begin()
@@ -157,6 +157,8 @@ class Replica:
     def is_finite(self) -> bool:
         """Whether the sums of the last `reduce` are finite. In fp16 the scaler looks at the gradients."""
         scaled = self.optimizer_step.scaler.is_enabled()
+        if not scaled and self.exchange.sums and have_finite_sums(self.exchange.sums):
+            return True
         gradients = [] if scaled else [value.grad for value in self._parameters if value.grad is not None]
         return are_finite([self._summed, *gradients])
 
@@ -309,9 +311,12 @@ class Replica:
             snapshot.settle()
             self.owned = self.owned and not snapshot.torn  # something else changes parameters: copy at once from now on
 
-    @contextmanager
-    def _watch_change(self) -> Iterator[None]:
+    def _watch_change(self) -> AbstractContextManager[None]:
         """Around an optimizer's step: what it changes is settled tensor by tensor where readers are on the way."""
+        return self._settle_changes() if self._snapshots else nullcontext()
+
+    @contextmanager
+    def _settle_changes(self) -> Iterator[None]:
         shows = changes_by_operators(self.optimizer_step.optimizer)
         shows = shows and not dynamo.is_loaded()  # what is compiled shows no operators
         watched = [one for one in self._snapshots if one.can_wait() and shows]

@@ -24,7 +24,7 @@ import numpy as np
 import torch
 
 from trueline import events
-from trueline.data.loading.random_state import generator_state
+from trueline.data.loading.random_state import generator_state, single_states
 from trueline.data.loading.seeding import SeededReader, preserve_generators, seed_all
 from trueline.data.loading.worker_pool import ReaderClient, ReaderPool
 from trueline.engine.contract import parse_ref
@@ -268,7 +268,7 @@ class LossTrial:
             slots = [(slot, slot.value.clone()) for kind in kinds for slot in kind]
             with model_traits.restore_buffers(trial.model):
                 seed_all(trial.seed, 0, seed)
-                before, self.taken = generator_state(), False
+                before, singly, self.taken = generator_state(), single_states(), False
                 watched.begin()
                 began = time.monotonic()
                 yield StepBatch(inputs=batch.inputs, labels=batch.labels, records=ids, weight=1.0, trial=True,
@@ -280,7 +280,7 @@ class LossTrial:
             self.bounds.append(watched.bounds)
             self._changes.append({name: change for name, change in changes.items() if change.any()})
             self._buffers.update(self._changes[-1])
-            here = generator_state()[:2] != before[:2]  # Python's and numpy's, of single numbers
+            here = single_states() != singly
             self._tosses = self._tosses or watched.tosses or here
             self._draws = self._draws or watched.draws or here or generator_state() != before
             self._half, self._single = self._half or watched.half, self._single or watched.single
