@@ -1,6 +1,6 @@
 """A trace at other sizes, where that of the example leaves out sizes that the eager model answers."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from trueline.bundle.signature import Signature
@@ -20,16 +20,16 @@ LARGER = (16, 2)
 
 def widen(far: FarSizes, exported: Exported, export_at: Callable[[Mapping[str, int]], Exported]) -> Exported:
     """`exported`, or the program of a trace at larger sizes where that holds for more: what is 0 or 1 at the example's
-    sizes (`int(0.15 * length)`) torch takes for a constant."""
+    sizes (`int(0.15 * length)`) torch takes for a constant. So it does with what fills up a size (`-height % 8`), where
+    the sizes of another example are traced."""
     claim = exported.signature
     base = claim.sizes(far.example)
     missed = {symbol: sizes for symbol in base if (sizes := _find_missed(far, claim, symbol))}
     if not missed:
         return exported
-    for factor in LARGER:
-        larger = {symbol: size for symbol in missed if (size := _enlarge(far, claim, symbol, factor))}
+    for sizes in _sizes_to_trace(far, claim, missed):
         try:
-            other = settle(far, export_at({**base, **larger}))
+            other = settle(far, export_at({**base, **sizes}))
         except CaptureError:
             continue
         claims = tuple(one for one in other.claims if one.allows(base))
@@ -38,6 +38,18 @@ def widen(far: FarSizes, exported: Exported, export_at: Callable[[Mapping[str, i
             if _holds_for_more(far, other, claim, missed):
                 return other
     return exported
+
+
+def _sizes_to_trace(
+    far: FarSizes, claim: Signature, missed: Mapping[str, Sequence[int]]
+) -> Iterator[Mapping[str, int]]:
+    """Those of another example first where the claim is of multiples, of which every larger size is one too."""
+    given = {symbol: {*sizes} & far.sizes_of_examples(claim, symbol) for symbol, sizes in missed.items()}
+    others = {symbol: max(sizes) for symbol, sizes in given.items() if sizes}
+    if any(claim.dims[symbol].multiple_of > 1 for symbol in others):
+        yield others
+    for factor in LARGER:
+        yield {symbol: size for symbol in missed if (size := _enlarge(far, claim, symbol, factor))}
 
 
 def trace_other_examples(

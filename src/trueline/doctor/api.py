@@ -51,6 +51,7 @@ def doctor(
     from trueline.capture import subject
     from trueline.capture.time_limit import TimeLimit
     from trueline.doctor.examine import prove_onnx
+    from trueline.doctor.export import ask_capture
     from trueline.doctor.survey import survey
     from trueline.recipe.contract import ONLY_CALLED
     from trueline.recipe.load import load_recipe
@@ -67,7 +68,8 @@ def doctor(
     limit.allow_weights(model.num_bytes)
     base = recipe.path.parent if recipe.path is not None else Path.cwd()
     check = prove_onnx if onnx else None
-    done = survey(model.module, calls_of(model.eager), onnx=check, base=base, limit=limit)
+    refuse = partial(ask_capture, model.eager)
+    done = survey(model.module, calls_of(model.eager), onnx=check, base=base, limit=limit, refuse=refuse)
     diagnosis = Diagnosis(recipe=recipe.name, rows=tuple(done.rows.values()), before=read_progress(recipe))
     if keep:
         keep_progress(recipe, diagnosis)

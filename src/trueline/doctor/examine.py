@@ -61,6 +61,8 @@ class Oracle:
     """Whether a repeated call has the same answer: no state."""
     written: tuple[str, ...] = ()
     """Buffers that the calls changed."""
+    refuse: Callable[[torch.nn.Module], tuple[str, SourceLine | None]] | None = None
+    """Why capture refuses an edit of the module, and the line: where the module is the whole model."""
 
     @property
     def pairs(self) -> Iterator[tuple[RecordedCall, RecordedAnswer]]:
@@ -137,7 +139,11 @@ def examine(module: torch.nn.Module, oracle: Oracle, *, in_units: bool = False) 
     except Exception as error:  # noqa: BLE001 (blind except): whatever the exporter raises is the finding
         return _refusal(error, oracle, fixed)
     guesses = [*export.guess_divisors(base, free, divisors)] if in_units else [divisors]
-    return _compare(program, oracle, memory, guesses)
+    found = _compare(program, oracle, memory, guesses)
+    if found.reason or found.divisors or memory is not None or oracle.refuse is None:
+        return found
+    refused, place = oracle.refuse(export.copy_without_hooks(module))
+    return replace(found, reason=refused, places=(*filter(None, [place]), *oracle.partings())) if refused else found
 
 
 def _compare(

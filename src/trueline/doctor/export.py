@@ -23,15 +23,19 @@ from typing import Any
 import torch
 from torch.utils._sympy.value_ranges import ValueRanges
 
+from trueline.bundle.describe import range_text
+from trueline.capture import larger_trace, size_limits
 from trueline.capture.export import operators, torch_export
 from trueline.capture.export.fallbacks import MAX_UNIT, largest_unit
 from trueline.capture.export.tracing import apply_patches, quiet
-from trueline.capture.model import explicit_state
+from trueline.capture.model import code_paths, explicit_state
 from trueline.capture.model.arguments import Arguments
 from trueline.capture.model.code_paths import SourceLine
+from trueline.capture.model.eager import EagerSession
 from trueline.capture.model.explicit_state import GIVEN, NEXT, Explicit
 from trueline.capture.patches import nonzero_loops
 from trueline.capture.patches.stand_ins import size_lengths
+from trueline.capture.proof.far_sizes import FarSizes
 from trueline.doctor.recorded_calls import RecordedCall, flat_answer
 from trueline.errors import CaptureError, first_line
 
@@ -146,6 +150,28 @@ def find_refusal(program: torch.export.ExportedProgram) -> tuple[str, SourceLine
             torch_export.save(program, Path(folder) / "model.pt2")
         except CaptureError as error:
             return error.message.replace(f"{folder}/", ""), operators.line_of(program, error.message)
+    return "", None
+
+
+def ask_capture(eager: EagerSession, module: torch.nn.Module) -> tuple[str, SourceLine | None]:
+    """Why capture makes no graph of `module`, an edit of `eager`'s own, that takes all of the user's examples, and the
+    user's line; empty where it makes one. A model that keeps something between calls is not asked about."""
+    if eager.signature.state or eager.recall.find_changed():
+        return "", None
+    try:
+        with torch.no_grad(), silence_exporters():
+            exported = torch_export.export(module, eager.calling)
+    except CaptureError as error:
+        cause = error.__cause__
+        return error.message, code_paths.users_line(cause) if isinstance(cause, Exception) else None
+    left_out = size_limits.find_excluded(exported.signature, eager.calling)
+    if left_out:  # as capture does: another size may be traced for more
+        far, calling = FarSizes(eager), eager.calling
+        settled = size_limits.settle(far, exported)
+        exported = larger_trace.widen(far, settled, lambda sizes: torch_export.export_at(module, calling, sizes))
+        left_out = size_limits.find_excluded(exported.signature, calling)
+    if left_out:
+        return f"capture's program holds for {range_text(exported.signature)} only, which leaves out {left_out}", None
     return "", None
 
 

@@ -101,6 +101,9 @@ def _try_candidates(
         if candidate.both is not None and not _takes_both_ways(search, text, *candidate.both):
             search.refuse(candidate, "the probes do not go both ways")
             continue
+        if candidate.witness and not _raises(search, candidate.witness):
+            search.refuse(candidate, "no probe shows the difference")
+            continue
         try:
             module = search.with_text(candidate.text)
         except (SyntaxError, NameError) as error:
@@ -161,6 +164,12 @@ def _takes_both_ways(search: _Search, text: str, test: int, body: int) -> bool:
         for call in search.oracle.answered:
             answer_of(module, call)
     return 0 < counts[body] < counts[test]
+
+
+def _raises(search: _Search, text: str) -> bool:
+    """Whether `text` raises on a call that the original answers."""
+    module = search.with_text(text)
+    return any(answer_of(module, call).error for call in search.oracle.answered)
 
 
 def _agrees(search: _Search, module: torch.nn.Module, candidate: Candidate, *, compiled: bool = False) -> bool:

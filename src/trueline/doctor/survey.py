@@ -40,6 +40,8 @@ SHARE = 0.5
 """Of the time that is left, for one submodule: the others and the whole are examined in the rest."""
 
 OnnxCheck = Callable[[Finding, Oracle], str]
+Refusal = Callable[[torch.nn.Module], tuple[str, SourceLine | None]]
+"""Why capture refuses the whole model, and the line; empty where it does not."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -47,6 +49,7 @@ class Survey:
     """Rows by path, and the user's files as edited by the rewrites."""
 
     onnx: OnnxCheck | None = None
+    refuse: Refusal | None = None
     base: Path = field(default_factory=Path.cwd)
     rows: dict[str, Row] = field(default_factory=dict)
     texts: dict[str, str] = field(default_factory=dict)
@@ -88,12 +91,13 @@ def survey(
     onnx: OnnxCheck | None,
     base: Path,
     limit: TimeLimit | None = None,
+    refuse: Refusal | None = None,
 ) -> Survey:
     """Examines `model` (in evaluation mode) and its submodules on `calls` of the whole.
 
-    `onnx` decides whether a rewrite's program is right as ONNX too; paths in diffs are relative to `base`. A submodule
-    that does not end within its share of `limit` is blocked for want of time. Raises OutOfTime where the model itself
-    does not answer its probes within it.
+    `onnx` decides whether a rewrite's program is right as ONNX too, `refuse` whether capture makes a graph of the
+    whole; paths in diffs are relative to `base`. A submodule that does not end within its share of `limit` is blocked
+    for want of time. Raises OutOfTime where the model itself does not answer its probes within it.
     """
     limit = limit or TimeLimit()
     watched = copy_without_hooks(model)
@@ -102,7 +106,7 @@ def survey(
     with recording(modules) as recorded:
         limit.run("the model on its probes", lambda: [answer_of(watched, call, watch=True) for call in calls])
     originals = dict(model.named_modules())
-    done = Survey(onnx=onnx, base=base)
+    done = Survey(onnx=onnx, refuse=refuse, base=base)
     for path in sorted(modules, key=lambda path: -1 if path == WHOLE else path.count("."), reverse=True):
         events.emit("doctor.examining", submodule=path)
         part = originals["" if path == WHOLE else path]
@@ -149,7 +153,8 @@ def _row(path: str, module: torch.nn.Module, calls: list[RecordedCall], done: Su
     key = _key(module, calls)
     if key in done.known:
         return replace(done.known[key], path=path)
-    part = _Part(path, module, ask_original(module, calls))
+    oracle = ask_original(module, calls)
+    part = _Part(path, module, replace(oracle, refuse=done.refuse) if path == WHOLE else oracle)
     finding = examine(module, part.oracle)
     ranks = find_rank_change(part.oracle) if path == WHOLE and not finding.reason else None
     if ranks is not None:

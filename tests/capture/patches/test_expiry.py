@@ -166,6 +166,15 @@ def replaces_the_weights_of_a_part_that_is_converted() -> bool:
     return refused(Of(lambda layer, x: layer.to(x.dtype)(x), nn.Linear(4, 4)), X, message="Couldn't swap Linear.weight")
 
 
+@shows("patches/inverse_stft")
+def makes_numbers_of_the_lengths_of_a_signal() -> bool:
+    def there_and_back(x: Tensor) -> Tensor:
+        window = torch.hann_window(4)
+        return torch.istft(torch.stft(x, 4, 2, window=window, return_complex=True), 4, 2, window=window)
+
+    return refused(Of(there_and_back), torch.randn(2, 32), message=SPECIALIZED)
+
+
 @shows("patches/einsum_order")
 def makes_numbers_of_the_sizes_of_a_product_of_three() -> bool:
     """With opt_einsum, which is not installed here: it makes an int of each size."""

@@ -3,10 +3,11 @@
 from collections.abc import Callable, Iterable, Iterator
 
 from trueline.doctor.rewrites import state
-from trueline.doctor.rewrites.control import branches, caches, effects, folds, plain_forms, while_loops
+from trueline.doctor.rewrites.control import branches, caches, effects, folds, plain_forms, size_choices, while_loops
 from trueline.doctor.rewrites.loops import pairs, vectorize
 from trueline.doctor.rewrites.scope import Candidate, Scope, Spot
 from trueline.doctor.rewrites.tensors import (
+    longest,
     masked_reduce,
     number_lists,
     numbers,
@@ -28,9 +29,11 @@ _FAMILIES: tuple[Callable[[Scope, Spot], Iterable[Candidate | None]], ...] = (
     size_tables.rewrites,
     selections.run_all_parts,
     vectorize.scan_worklist,
+    size_choices.choose_sizes,
     branches.rewrites,
     selections.slice_pieces,
     masked_reduce.rewrites,
+    longest.bound_by_sizes,
     numbers.keep_scalars,
     while_loops.rewrites,
     pairs.map_pairs,

@@ -33,6 +33,8 @@ class Candidate:
     """Lines (before the edit) of a condition and of its body: the edit is proven only if calls took both ways."""
     frees: bool = False
     """Whether it frees a size: other code may then accept only multiples."""
+    witness: str = ""
+    """The file in which calls that the edit makes a difference to raise: it is proven only if there is one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -37,6 +37,15 @@ class Joined(nn.Module):
         return x * torch.tensor(both, dtype=torch.float32)[: x.shape[1], None]
 
 
+class Powers(nn.Module):
+    """An array of a list of arrays, as N-BEATS makes its trend."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        steps = np.arange(x.shape[1]) / x.shape[1]
+        basis = np.array([steps**degree for degree in range(3)])
+        return x.transpose(1, 2) @ torch.tensor(basis.T, dtype=torch.float32)
+
+
 class Normalised(nn.Module):
     """numpy has the biased standard deviation."""
 
@@ -64,7 +73,7 @@ class Scaled(nn.Module):
         return x * torch.as_tensor(width * grid - grid / width).float()
 
 
-@pytest.mark.parametrize("kind", [Positions, Joined, Normalised, Numbers, Scaled])
+@pytest.mark.parametrize("kind", [Positions, Joined, Powers, Normalised, Numbers, Scaled])
 def test_what_numpy_computes_of_a_size_or_an_input_is_in_the_program(kind: type[nn.Module]) -> None:
     eager = EagerSession(kind().eval(), torch.randn(3, 9, 4), dynamic_shapes={"x": {1: "length"}})
     program = torch_export.LoadedProgram(torch_export.export(eager.module, eager.calling))

@@ -47,7 +47,7 @@ class FreeNumpy:
             return FreeNumpy(plain, free if name != "random" else None)
         if plain is np.ndarray:
             return _Array
-        free = space_evenly if plain is np.linspace else free
+        free = _OWN.get(name, free) if self._plain is np else free
         if isinstance(plain, type) or not callable(plain) or not callable(free):
             return plain
         return _Function(plain, _OF_SIZES.get(name), free)
@@ -109,6 +109,19 @@ def space_evenly(start: Any, stop: Any, num: Any = 50, endpoint: bool = True, *,
     step = torch.full((), last - first, dtype=torch.float64) / steps
     found = ARRAY(torch.arange(num, dtype=torch.float64) * step + first)
     return found if dtype is None else found.astype(dtype)
+
+
+def join_rows(of: Any, dtype: Any = None, **options: Any) -> Any:
+    """`numpy.array` of a list of arrays, which torch._numpy takes numbers out of."""
+    rows = isinstance(of, list | tuple) and len(of) > 0 and all(isinstance(one, ARRAY) and one.ndim for one in of)
+    if not rows or options:
+        return tensors.array(of, dtype, **options)
+    found = tensors.stack(of)
+    return found if dtype is None else found.astype(dtype)
+
+
+_OWN: dict[str, Callable[..., Any]] = {"linspace": space_evenly, "array": join_rows}
+"""In place of torch._numpy's."""
 
 
 def _product(of: Any) -> Any:

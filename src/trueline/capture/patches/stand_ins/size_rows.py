@@ -216,6 +216,7 @@ def _list_numbers(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def _join_rows(original: Callable[..., torch.Tensor], *, stacked: bool) -> Callable[..., torch.Tensor]:
     def join(tensors: Any, dim: int = 0, **options: Any) -> torch.Tensor:
+        dim = options.pop("axis", dim)  # torch takes both names
         own = isinstance(tensors, SizeRows) and not options
         return tensors.join(dim, stacked=stacked) if own else original(tensors, dim, **options)
 
