@@ -27,9 +27,9 @@ def widen(far: FarSizes, exported: Exported, export_at: Callable[[Mapping[str, i
     missed = {symbol: sizes for symbol in base if (sizes := _find_missed(far, claim, symbol))}
     if not missed:
         return exported
-    for sizes in _sizes_to_trace(far, claim, missed):
+    for larger in _sizes_to_trace(far, claim, missed):
         try:
-            other = settle(far, export_at({**base, **sizes}))
+            other = settle(far, export_at({**base, **larger}))
         except CaptureError:
             continue
         claims = tuple(one for one in other.claims if one.allows(base))
