@@ -30,7 +30,7 @@ _LEAST = 1e-11
 def keep_lengths() -> Iterator[None]:
     """In the block, the lengths of a signal that is made of a spectrum stay free."""
     originals = torch.istft, torch.Tensor.istft
-    torch.istft, torch.Tensor.istft = map(_if_free, originals)  # type: ignore[method-assign, assignment]
+    torch.istft, torch.Tensor.istft = map(_if_free, originals)  # type: ignore[method-assign]
     try:
         yield
     finally:

@@ -115,8 +115,8 @@ def join_rows(of: Any, dtype: Any = None, **options: Any) -> Any:
     """`numpy.array` of a list of arrays, which torch._numpy takes numbers out of."""
     rows = isinstance(of, list | tuple) and len(of) > 0 and all(isinstance(one, ARRAY) and one.ndim for one in of)
     if not rows or options:
-        return tensors.array(of, dtype, **options)
-    found = tensors.stack(of)
+        return vars(tensors)["array"](of, dtype, **options)
+    found = vars(tensors)["stack"](of)
     return found if dtype is None else found.astype(dtype)
 
 
