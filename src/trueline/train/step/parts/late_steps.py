@@ -15,7 +15,7 @@ from __future__ import annotations
 import time
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any, Protocol, Unpack
 
 import numpy as np
 import torch
@@ -23,7 +23,7 @@ import torch
 from trueline.data.loading.worker_pool import ReaderClient
 from trueline.train.step import model_traits, reduction
 from trueline.train.step.contribution import StepBatch
-from trueline.train.step.parts.still import Bound
+from trueline.train.step.parts.still import Bends, Bound
 from trueline.train.step.plan import Ints, choose_late, choose_prime
 from trueline.train.step.reduction import Divisors, LossSample
 
@@ -48,7 +48,7 @@ class PartsTrial(Protocol):
     @property
     def tolerance(self) -> float: ...
 
-    def each_part(self, ids: Ints, *, step: int | None = None, bend: Sequence[int] = (), cuts: int = 2
+    def each_part(self, ids: Ints, *, step: int | None = None, cuts: int = 2, **still: Unpack[Bends]
                   ) -> Generator[StepBatch, None, None]: ...  # fmt: skip
 
     def is_finite(self) -> bool: ...
@@ -183,6 +183,19 @@ def find_reduced(bounds: Sequence[Sequence[Bound]]) -> list[int]:
     if len({len(one) for one in bounds}) != 1 or len(bounds) < 2:
         return []
     return [at for at, same in enumerate(zip(*bounds, strict=True)) if len(set(same)) == 1]
+
+
+def find_decisive(numbers: Sequence[Sequence[float]]) -> tuple[int, ...]:
+    """The places of the single numbers that batches looked at, of the same number each, which follow from the records.
+
+    >>> find_decisive([[0.5, 2.0], [0.4, 2.0], [0.7, 2.0]]), find_decisive([[0.5], [0.4, 0.4]])
+    ((0,), ())
+    """
+    if len({len(one) for one in numbers}) != 1:
+        return ()
+    return tuple(
+        at for at, same in enumerate(zip(*numbers, strict=True)) if max(same) - min(same) > 1e-6 * abs(max(same))
+    )
 
 
 def list_steps(total: int) -> Iterator[int]:
