@@ -28,7 +28,7 @@ from trueline.train.step.plan import Ints, choose_late, choose_prime
 from trueline.train.step.reduction import Divisors, LossSample
 
 PROBE_S, MOST_RECORDS = 0.1, 256
-"""How long later steps are tried, and most records of a batch."""
+"""How long later steps are tried, of the processor's time (a busy host tries no fewer), and most records of a batch."""
 MOST_WIDE, WIDE_S, READ_FIRST = 1024, 0.2, 16
 """Records of a batch that is looked at for operators that others do not run, for how long, and how many records show
 how long reading takes."""
@@ -67,14 +67,15 @@ class LateTrial:
         """Returns whether the loss reduces so in all of them. Raises UsageError if it does not, and no reduction is
         named. `counters`: what each forward adds to buffers, whatever its records."""
         self._counters = counters
-        given, trial, began = self._trial.inputs, self._trial, time.monotonic()
+        given, trial = self._trial.inputs, self._trial
+        until, latest = time.thread_time() + PROBE_S, time.monotonic() + 10 * PROBE_S
         same = True
         if bend := find_reduced(self._bounds):
             yield from trial.each_part(self._ids, bend=bend, cuts=1)
             same = self._confirm("beyond a bound (a clamp, a hinge, an absolute value) of what a batch is reduced to")
         blind = given.hidden_steps > 0 and not self._counters
         for number, step in enumerate(list_steps(max(given.total_steps, given.hidden_steps))):
-            if number and (blind or time.monotonic() > began + PROBE_S):
+            if number and (blind or time.thread_time() > until or time.monotonic() > latest):
                 break
             with self._count_to(step):
                 yield from trial.each_part(self._choose() if not number else self._ids, step=step, cuts=1)
