@@ -232,9 +232,10 @@ class Replica:
 
     def check_all_used(self) -> None:
         """Raises RecipeError if parameters took no part in a recipe's first step, which is seldom meant."""
+        if self.ledger.steps or not self.owned or self.options.find_unused_parameters:
+            return
         named = self.model.named_parameters()
-        unused = [name for name, parameter in named if parameter.requires_grad and parameter.grad is None]
-        if unused and self.owned and not self.ledger.steps and not self.options.find_unused_parameters:
+        if unused := [name for name, value in named if value.requires_grad and value.grad is None]:
             raise unused_parameters(unused)
 
     def keep(self, account: StepAccount, *, copied: bool = True) -> Reduced:
