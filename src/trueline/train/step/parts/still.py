@@ -96,7 +96,7 @@ class WatchedOperators(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if not isinstance(value, torch.Tensor) or not value.is_floating_point() or value.numel() != 1:
             return args
         factor = self._factors.get(len(self.numbers), 1.0)
-        self.numbers.append(float(value.tolist()) if not value.dim() else float(value.flatten().tolist()[0]))
+        self.numbers.append(value.flatten().tolist()[0])
         return args if factor == 1.0 else (value.detach() * factor, *args[1:])
 
     def _meet_bound(self, func: Any, args: Any, kwargs: Any) -> Any:
