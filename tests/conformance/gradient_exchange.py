@@ -129,7 +129,8 @@ def test_the_memory_of_the_sums_holds_all_that_was_summed_or_is_said_to_lie_else
         for _ in range(3):
             words, beside, gradients = step(exchange, model, [(3 * rank, 3 * rank + 3)], Shares([1, 1], [0, 1]), 6)
             held = [number for part in exchange.sums for number in part.tolist()]
-            numbers = [number for part in (words, beside, *gradients) for number in part]
+            users = [2.0] * len(gradients)  # by how many members each parameter was used
+            numbers = [number for part in (words, beside, users, *gradients) for number in part]
             found.append((sorted(held), sorted(numbers)))
         return found
 

@@ -15,7 +15,7 @@ from trueline.parallel.gloo import GlooGroup
 
 @pytest.fixture
 def make_exchange():
-    return lambda model, group, width: DdpExchange(model, group, width, find_unused=False)
+    return lambda model, group, width: DdpExchange(model, group, width)
 
 
 class Bucket:
@@ -32,7 +32,7 @@ class Bucket:
 
 def exchange_with(*operations):
     """An exchange whose buckets' sums are the `operations`; with the buckets and what DDP was promised."""
-    exchange = DdpExchange(torch.nn.Linear(2, 1), GlooGroup(), 0, find_unused=False)
+    exchange = DdpExchange(torch.nn.Linear(2, 1), GlooGroup(), 0)
     buckets = [Bucket() for _ in operations]
     promises = [torch.futures.Future() for _ in operations]
     hosts = [torch.full((2,), float(number)) for number, _ in enumerate(operations)]
@@ -102,7 +102,7 @@ def test_the_backward_of_a_group_that_was_cut_stops_at_its_next_bucket():
 
 
 def test_a_forward_that_is_given_up_is_not_run_again():
-    exchange = DdpExchange(torch.nn.Linear(2, 1), GlooGroup(), 0, find_unused=False)
+    exchange = DdpExchange(torch.nn.Linear(2, 1), GlooGroup(), 0)
     exchange._ddp = mock.Mock(side_effect=Overtaken("a newer view"))
     exchange.original = mock.Mock()
     with pytest.raises(Overtaken):
@@ -115,7 +115,7 @@ def test_sums_begin_during_the_backward_in_the_first_step_of_a_group_too(monkeyp
 
     def work(rank, group):
         model = model_of()
-        exchange = DdpExchange(model, group, 6, find_unused=False)
+        exchange = DdpExchange(model, group, 6)
         exchange.attach(WORDS)
         found = []
         for _ in range(2):
@@ -130,17 +130,3 @@ def test_sums_begin_during_the_backward_in_the_first_step_of_a_group_too(monkeyp
         assert first == list(range(len(first)))
         assert len(first) >= 4, "of four parameters and the words"
         assert len(second) >= 4
-
-
-def test_a_job_that_looks_for_unused_parameters_does_not_warn_that_there_were_none(capfd):
-    """In `step` all parameters take part."""
-
-    def work(rank, group):
-        model = model_of()
-        exchange = DdpExchange(model, group, 6, find_unused=True)
-        exchange.attach(WORDS)
-        return [step(exchange, model, [[(0, 3)], [(3, 6)]][rank], Shares([1, 1], [0, 1]), 6) for _ in range(2)]
-
-    (first, again), _ = in_a_group(2, work)
-    assert first == again
-    assert "find_unused_parameters" not in capfd.readouterr().err

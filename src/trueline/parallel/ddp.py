@@ -3,6 +3,10 @@
 DDP wraps the model together with one more parameter, whose gradient is this member's other contribution: the words,
 then the vector beside the gradients. They are summed in the all-reduce of the gradients, without a round trip of their
 own. Of a step's several forwards (pieces) only the last backward is reduced.
+
+Parameters that a step leaves out get zeros after its backward, so that DDP has all that it waits for, and each member
+adds which ones it has used. Those that no member used are without a gradient, as in one process: weight decay and an
+optimizer's momentum leave them alone.
 """
 
 import inspect
@@ -15,7 +19,7 @@ import torch
 from torch.autograd import Variable
 from torch.nn.parallel import DistributedDataParallel
 
-from trueline.parallel.exchange import BackwardPiece, Overtaken, Shares, is_collective, unused_parameters
+from trueline.parallel.exchange import BackwardPiece, Overtaken, Shares, drop_unused, is_collective
 from trueline.parallel.gloo import GlooGroup
 
 BUCKETS_MB = [1, 25]
@@ -30,37 +34,24 @@ class _Replicated(torch.nn.Module):
 
     words: torch.nn.Parameter
 
-    def __init__(self, model: torch.nn.Module, forward: Callable[..., Any], *, tie: bool) -> None:
+    def __init__(self, model: torch.nn.Module, forward: Callable[..., Any]) -> None:
         super().__init__()
-        self.model = model
-        self.spare: torch.nn.Parameter | None = None
-        """A parameter that no forward uses, where a forward may leave some out: without one DDP warns on stderr, once,
-        that find_unused_parameters=True was not needed, which the job sets by itself."""
-        self.instead: Sequence[torch.nn.Parameter] | None = None
-        """If set, a sum replaces the forward: it gives these parameters gradients of zeros."""
+        self.model, self.idle = model, False
+        """`idle`: the forward computes nothing; the model ran before, or not at all."""
         self._forward = forward
-        self._tie = tie
-
-    def find_unused(self) -> None:
-        self._tie = True
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        if self.instead is not None:
-            flat = (value.reshape(-1)[:1] * 0.0 for value in self.instead)
-            outputs = sum((value.sum().float() for value in flat), torch.zeros((), device=self.words.device))
-        else:
-            outputs = self._forward(*args, **kwargs)
-        return (outputs, self.words * 1.0) if self._tie else outputs
+        return None if self.idle else self._forward(*args, **kwargs)
 
 
 class DdpExchange:
     """Replaces `model.forward`, so that `model(...)` runs through DDP in the last piece of a step.
 
-    `width`: numbers beside the gradients. `find_unused`: a step may leave parameters out.
+    `width`: numbers beside the gradients.
     """
 
-    def __init__(self, model: torch.nn.Module, group: GlooGroup, width: int, *, find_unused: bool) -> None:
-        self._model, self._group, self.width, self._find_unused = model, group, width, find_unused
+    def __init__(self, model: torch.nn.Module, group: GlooGroup, width: int) -> None:
+        self._model, self._group, self.width = model, group, width
         self._parameters = [value for value in model.parameters() if value.requires_grad]
         self._device = next((value.device for value in model.parameters()), torch.device("cpu"))
         self.broken: RuntimeError | None = None
@@ -69,7 +60,7 @@ class DdpExchange:
         self.on_computed: Callable[[], None] = lambda: None
         self.on_sent: Callable[[], None] = lambda: None
         self._contribution = self.beside = torch.zeros(width, device=self._device)
-        """[words + width] The words, then the vector beside the gradients."""
+        """[words + width + parameters] The words, the vector beside the gradients, and who used which parameter."""
         self._host_view: npt.NDArray[np.float32] | None = None
         """The contribution's memory, if that is the host's."""
         self._weight = torch.ones(())  # the gradient of a loss; rewritten in each step
@@ -81,23 +72,21 @@ class DdpExchange:
         self._ddp: DistributedDataParallel | None = None
         self.original = model.forward
         """The model's own."""
-        self._replicated = _Replicated(model, self.original, tie=find_unused)
+        self._replicated = _Replicated(model, self.original)
         model.forward = self._forward
 
     def attach(self, words: int) -> None:
         quiet = {"forward_sync_buffers": False} if _NEW_BUFFERS else {"broadcast_buffers": False}
         self.broken, self._forwarded, self._pending = None, False, []
         self._steps, self.sums = 0, ()
-        self._contribution = torch.zeros(words + self.width, device=self._device)
-        self.beside = self._contribution[words:]
+        self._contribution = torch.zeros(words + self.width + len(self._parameters), device=self._device)
+        self.beside = self._contribution[words : words + self.width]
         self._host_view = self._contribution.numpy() if self._contribution.is_cpu else None
         self._weight = torch.ones((), device=self._device)
         self._replicated.words = torch.nn.Parameter(torch.zeros_like(self._contribution))
-        self._replicated.spare = torch.nn.Parameter(torch.zeros(1, device=self._device)) if self._find_unused else None
         self._ddp = DistributedDataParallel(
             self._replicated,
             init_sync=False,
-            find_unused_parameters=self._find_unused,
             bucket_cap_mb_list=BUCKETS_MB,
             gradient_as_bucket_view=True,  # spares a copy of every gradient; zero_grad sets to None
             **quiet,  # type: ignore[arg-type]
@@ -108,18 +97,8 @@ class DdpExchange:
         """A copy of the model, or what is pickled of it, has no group: its forward is the model's own."""
         return {"original": self.original, "broken": None, "syncing": False, "_inside": False, "_ddp": None}
 
-    def find_unused(self) -> None:
-        """Steps may leave parameters out from now on. Before the first `attach`."""
-        self._find_unused = True
-        self._replicated.find_unused()
-
     def add(self, piece: BackwardPiece) -> None:
-        try:
-            (piece.scaled * piece.weight).backward()  # type: ignore[no-untyped-call]
-        except RuntimeError as error:
-            if "ready only once" in str(error):  # the last step has left some out, so DDP still waits for them
-                raise unused_parameters(()) from error
-            raise
+        (piece.scaled * piece.weight).backward()  # type: ignore[no-untyped-call]
         self.on_computed()
 
     def reduce(
@@ -127,24 +106,40 @@ class DdpExchange:
     ) -> tuple[list[float], torch.Tensor]:
         if self.broken is not None:
             raise self.broken
-        if piece is None:
-            # With find_unused, a parameter that the others leave out has to stay without a gradient.
-            zeros = self._zeros(() if self._find_unused else self._parameters)
-            roots = [(zeros, torch.ones_like(zeros))]
-        else:
+        if not self._forwarded:  # no records, or the model ran in evaluation mode, or not as model(...)
+            self._run_idle()
+        before = [(value.grad, 0 if value.grad is None else value.grad._version) for value in self._parameters]
+        if piece is not None:
             loss, weight = piece.scaled, self._weight
             same = loss.shape == weight.shape and loss.dtype == weight.dtype and loss.device == weight.device
-            roots = [(loss, weight.fill_(piece.weight) if same else torch.full_like(loss, piece.weight))]
-            if not self._forwarded:  # the model ran in evaluation mode, or not as model(...): DDP has seen no forward
-                zeros = self._zeros(list_used(loss, self._parameters) if self._find_unused else self._parameters)
-                roots.append((zeros, torch.ones_like(zeros)))
+            self._run_backward([(loss, weight.fill_(piece.weight) if same else torch.full_like(loss, piece.weight))])
+        places = [
+            at for at, (value, old) in enumerate(zip(self._parameters, before, strict=True)) if is_left(value, *old)
+        ]
+        self._contribute(words, [at for at in places if self._parameters[at].grad is None])
+        zeros = [self._parameters[at].reshape(-1)[:1].sum() * 0.0 for at in places]
+        rest = ((zero, torch.ones_like(zero)) for zero in zeros)
+        self._run_backward([(self._replicated.words, self._contribution), *rest])
+        gradient = self._replicated.words.grad
+        assert gradient is not None
+        self._replicated.words.grad, self._forwarded = None, False
+        self._steps += 1
+        end = len(words) + self.width
+        drop_unused(self._parameters, gradient[end:])
+        return gradient[: len(words)].tolist(), gradient[len(words) : end]
+
+    def _contribute(self, words: list[float], unused: Sequence[int]) -> None:
+        """Writes what goes with the gradients. `unused`: the places of parameters that this member's step left out."""
+        self._contribution[len(words) + self.width :] = 1.0
+        for at in unused:
+            self._contribution[len(words) + self.width + at] = 0.0
         if self._host_view is not None:
             self._host_view[: len(words)] = words
         else:
             self._contribution[: len(words)] = torch.tensor(words)
-        sent = self._replicated.words
-        roots.append((sent, self._contribution))
-        # As torch.autograd.backward, without its comparison of shapes, which are equal here.
+
+    def _run_backward(self, roots: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        """As torch.autograd.backward, without its comparison of shapes, which are equal here."""
         tensors, gradients = zip(*[pair for pair in roots if pair[0].requires_grad], strict=True)
         self._inside = True  # gradient checkpointing runs the model again, in which DDP would begin another step
         try:
@@ -153,11 +148,6 @@ class DdpExchange:
             )
         finally:
             self._inside = False
-        gradient = sent.grad
-        assert gradient is not None
-        sent.grad, self._forwarded = None, False
-        self._steps += 1
-        return gradient[: len(words)].tolist(), gradient[len(words) :]
 
     def detach(self) -> None:
         if self._ddp is not None:
@@ -167,17 +157,13 @@ class DdpExchange:
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
         synced = self._ddp is not None and self.syncing and not self._inside and not self.broken
-        # Which parameters a step leaves out shows its loss, and not what `model(...)` returns: a loop may call parts of
-        # the model beside it. So with find_unused DDP's forward runs in `reduce`.
-        if not synced or self._find_unused or not (self._model.training and torch.is_grad_enabled()):
+        if not synced or not (self._model.training and torch.is_grad_enabled()):
             return self.original(*args, **kwargs)
         try:
             return self._run_ddp(*args, **kwargs)
         except Overtaken:
             raise
         except RuntimeError as error:
-            if not is_collective(error) and "Expected to have finished reduction" in str(error):
-                raise unused_parameters(()) from error
             if not is_collective(error):
                 raise
             self.broken = error
@@ -187,9 +173,9 @@ class DdpExchange:
         assert self._ddp is not None
         self._inside = self._forwarded = True
         try:
-            if self._steps == 1 and not self._find_unused:  # else DDP agrees on new buckets in the forward, uncut
+            if self._steps == 1:
                 self._group.call(self._ddp.reducer._rebuild_buckets)
-            if self._steps > 1 and not self._find_unused and self._device.type == "cpu":
+            if self._steps > 1 and self._device.type == "cpu":
                 return self._run_reducer(*args, **kwargs)
             return self._ddp(*args, **kwargs)
         finally:
@@ -201,20 +187,18 @@ class DdpExchange:
         assert self._ddp is not None
         reducer = self._ddp.reducer
         reducer.prepare_for_forward()
-        reducer._rebuild_buckets()  # raises RuntimeError for parameters that the last step left out
+        reducer._rebuild_buckets()
         outputs = self._replicated.forward(*args, **kwargs)
         reducer.prepare_for_backward([])
         return outputs
 
-    def _zeros(self, parameters: Sequence[torch.nn.Parameter]) -> torch.Tensor:
-        """Runs DDP's forward for a member without records: gradients of zeros for `parameters`."""
-        self._replicated.instead = parameters
+    def _run_idle(self) -> None:
+        """Begins DDP's step without the model's forward."""
+        self._replicated.idle = True
         try:
-            outputs = self._run_ddp()
+            self._run_ddp()
         finally:
-            self._replicated.instead = None
-        total: torch.Tensor = outputs[0] if self._find_unused else outputs
-        return total
+            self._replicated.idle = False
 
     def _send(self, bucket: Any) -> torch.futures.Future[torch.Tensor]:
         """DDP's communication hook: begins the sum (not the mean) of a bucket.
@@ -244,6 +228,12 @@ class DdpExchange:
                 gradients.copy_(summed)
             promise.set_result(gradients)
         self.sums = [gradients for _, _, gradients, _ in pending]
+
+
+def is_left(parameter: torch.nn.Parameter, gradient: torch.Tensor | None, version: int) -> bool:
+    """Whether no backward has changed its gradient, which was `gradient` in this version (of earlier pieces)."""
+    found = parameter.grad
+    return found is gradient and (found is None or found._version == version)
 
 
 def list_used(loss: torch.Tensor, parameters: Sequence[torch.nn.Parameter]) -> list[torch.nn.Parameter]:

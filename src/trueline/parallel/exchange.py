@@ -85,6 +85,12 @@ class GradientExchange(Protocol):
         """Leaves the group: no later gradient reaches it."""
 
 
+def drop_unused(parameters: Sequence[torch.nn.Parameter], used: torch.Tensor) -> None:
+    """Leaves the parameters without a gradient that no member used. `used`: by how many members each was."""
+    for place in (used == 0).nonzero().flatten().tolist():
+        parameters[place].grad = None
+
+
 class Overtaken(RuntimeError):
     """A computation was given up: its group was cut and cannot complete the step."""
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.distributed as dist
 
-from trueline.parallel.exchange import BackwardPiece, Shares
+from trueline.parallel.exchange import BackwardPiece, Shares, drop_unused
 from trueline.parallel.gloo import GlooGroup
 
 
@@ -24,7 +24,7 @@ class OrderedSum:
         self._parameters = list(parameters)
         wide = any(parameter.dtype == torch.float64 for parameter in self._parameters)
         self._dtype = torch.float64 if wide else torch.float32
-        self._length = sum(parameter.numel() for parameter in self._parameters) + extra
+        self._length = sum(parameter.numel() for parameter in self._parameters) + extra + len(self._parameters)
         self._buffers: dict[str, torch.Tensor] = {}
         self._rows = torch.empty(0)
         """[ranks, row capacity, width]: piece r of every row lies together, as it is sent."""
@@ -36,7 +36,7 @@ class OrderedSum:
         self._clear_gradients()
 
     def add(self, extra: torch.Tensor) -> None:
-        """Moves the current gradients into a row, with `extra` beside them."""
+        """Moves the current gradients into a row, with `extra` and which parameters have one beside them."""
         size = dist.get_world_size()
         width = -(-self._length // size)
         row = self._buffer("row", size * width)
@@ -44,7 +44,8 @@ class OrderedSum:
         at = 0
         found = ((value, value.grad) for value in self._parameters)
         gradients = (torch.zeros_like(value) if grad is None else grad.to_dense() for value, grad in found)
-        for value in (*gradients, extra):
+        used = torch.tensor([float(value.grad is not None) for value in self._parameters])
+        for value in (*gradients, extra, used):
             row[at : at + value.numel()].copy_(value.reshape(-1))
             at += value.numel()
         if self._rows.numel() == 0 or self._count == self._rows.shape[1]:
@@ -96,7 +97,9 @@ class OrderedSum:
             size = parameter.numel()
             parameter.grad = flat[at : at + size].view_as(parameter).to(parameter.device, parameter.dtype)
             at += size
-        return flat[at:]
+        end = len(flat) - len(self._parameters)
+        drop_unused(self._parameters, flat[end:])
+        return flat[at:end]
 
 
 class OrderedExchange:

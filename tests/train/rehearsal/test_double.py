@@ -1,5 +1,5 @@
-"""The trial in double precision finds a small part of a loss that compares records, which rounding hides in single
-precision. A loss that cannot be computed in double precision is left to the trial in single precision."""
+"""Further trials of a loss. In double precision a small part that compares records is found, which rounding hides in
+single precision; with other values of numbers that code looks at, what decides by a loss or an accuracy is found."""
 
 from __future__ import annotations
 
@@ -43,6 +43,50 @@ def entropy(outputs: Tensor, batch: Any) -> Tensor:
 def test_a_part_of_the_loss_that_compares_records_is_refused_however_small_its_factor_is(small):
     with pytest.raises(UsageError, match=r"in double precision, the loss of 13 records .* not made of its parts"):
         train(lambda outputs, batch: entropy(outputs, batch) + 5e-5 * small(outputs))
+
+
+def accuracy(outputs: Tensor, batch: Any) -> float:
+    return float((outputs.argmax(dim=1) == batch.labels).float().mean())
+
+
+def decide(value: Tensor, *, by: Any) -> Tensor:
+    return 0.1 * value if by else value
+
+
+@pytest.mark.parametrize(
+    "loss_of",
+    [
+        lambda outputs, batch: decide(value := entropy(outputs, batch), by=value < 0.3),
+        lambda outputs, batch: decide(value := entropy(outputs, batch), by=value.item() < 0.3),
+        lambda outputs, batch: (value := entropy(outputs, batch)) * (0.1 + (value > 0.3)),
+        lambda outputs, batch: (value := entropy(outputs, batch)) * min(1.0, 20.0 / float(value.detach())),
+        lambda outputs, batch: decide(entropy(outputs, batch), by=accuracy(outputs, batch) > 0.95),
+    ],
+    ids=["a loss", "its number", "a factor", "the smaller of two numbers", "an accuracy"],
+)
+def test_a_loss_that_decides_by_a_number_of_its_batch_is_refused_though_all_parts_are_on_one_side(loss_of):
+    with pytest.raises(UsageError, match=r"a number of the batch that the code looks at .* times as large"):
+        train(loss_of)
+
+
+def test_numbers_that_decide_nothing_or_are_those_of_all_workers_train():
+    bound, logged = torch.tensor(0.7), list[float]()
+
+    def log(value: Tensor) -> Tensor:
+        logged.append(value.item())
+        return value
+
+    for loss_of in (
+        lambda outputs, batch: log(entropy(outputs, batch)),
+        lambda outputs, batch: decide(entropy(outputs, batch), by=bound > 0.5),
+        lambda outputs, batch: decide(value := entropy(outputs, batch), by=not value.isfinite()),
+        lambda outputs, batch: decide(entropy(outputs, batch), by=len(outputs) > 10_000),
+        lambda outputs, batch: (
+            functional.cross_entropy(outputs, batch.labels, reduction="sum") / torch.ones(len(outputs)).sum().item()
+        ),
+    ):
+        train(loss_of)
+    assert logged
 
 
 def test_what_double_precision_cannot_decide_and_what_it_confirms_trains(monkeypatch):

@@ -34,7 +34,7 @@ from trueline.data.loading.worker_pool import ReaderClient, answer_request, end_
 from trueline.errors import RecipeError, TruelineError, UsageError, find_error_class
 from trueline.train.rehearsal import applied, joined, places
 from trueline.train.rehearsal.alike import AlikeTrial, wants_comparing
-from trueline.train.rehearsal.double import DoubleTrial, wants_double
+from trueline.train.rehearsal.double import DoubleTrial, NumberTrial, wants_double, wants_numbers
 from trueline.train.rehearsal.fresh import FreshTrial
 from trueline.train.rehearsal.settled import load_traits, settle_traits
 from trueline.train.step.contribution import StepBatch
@@ -46,7 +46,7 @@ from trueline.train.step.trial import LossTrial, TrialInputs
 ANSWER = -1
 """In place of a request's number: the message has the traits."""
 HUNG_S, LOOK_S = 5.0, 0.5
-"""How long a fork may use no processor time outside of reading, and how often that is looked at."""
+"""How long a fork may wait without using processor time, outside of reading, and how often that is looked at."""
 AFTER_S = 10.0
 """Processor time for what the loop does after a step: it may evaluate."""
 _here = {"forked": False}
@@ -93,6 +93,8 @@ def try_loop(trial: LossTrial, shown: ModelTraits, optimizer_step: OptimizerStep
         trial.accept(found)
         if wants_double(trial.inputs, trial.traits):
             yield from try_again(DoubleTrial(trial), optimizer_step.settings)
+        if wants_numbers(trial.traits):
+            yield from try_again(NumberTrial(trial, trial.traits.numbers), optimizer_step.settings)
     mine = trial.traits.reads
     trial.traits = settle_traits(trial.traits)
     if wants_comparing(mine, trial.traits.reads):
@@ -233,7 +235,7 @@ def _receive_answer(
             head, memory = receive(line)
         except TimeoutError:
             now = _used_s(pid)
-            idle, used = (0.0 if now > used else idle + LOOK_S), now
+            idle, used = (idle + LOOK_S if now == used and _waits(pid) else 0.0), now
             continue
         except OSError:
             return None
@@ -250,3 +252,8 @@ def _receive_answer(
 
 def _used_s(pid: int) -> float:
     return float(sum(psutil.Process(pid).cpu_times()[:2]))
+
+
+def _waits(pid: int) -> bool:
+    """Whether the fork waits for something. One that gets no processor, or is stopped from outside, does not hang."""
+    return psutil.Process(pid).status() == psutil.STATUS_SLEEPING

@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from trueline import events
-from trueline.errors import RecordsMiscounted
 from trueline.train.faults import Faults
 from trueline.train.link.contract import ProgressReporter, StepReport
 from trueline.train.step.checkpointer import Checkpointer
@@ -77,14 +76,11 @@ class Commit:
     def check(self, account: StepAccount) -> None:
         """Compares the account of the current step with its plan. Raises RecordsMiscounted, RecipeError."""
         step = self.replica.ledger.steps
-        try:
-            account.check(
-                records=len(self.plan.records(step)), plan_digest=self.plan.digest(step),
-                generation=self.group.generation, step=step,
-            )  # fmt: skip
-        except RecordsMiscounted:
-            self.replica.check_all_used()  # DDP never reduces a bucket that holds an unused parameter
-            raise
+        account.check(
+            records=len(self.plan.records(step)), plan_digest=self.plan.digest(step),
+            generation=self.group.generation, step=step,
+        )  # fmt: skip
+        self.replica.check_all_used()
 
     def apply(self, account: StepAccount) -> bool:
         """Applies the checked step; False if its gradients overflowed, so that only their scale has changed."""

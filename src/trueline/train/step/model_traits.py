@@ -39,6 +39,7 @@ class ModelTraits:
     divisors: Sequence[Any] = ()  # and a rule for what each of them divides by
     looks: Sequence[Any] = ()  # what all records had in common that were looked at (`features.Column`)
     off: float = 0.0  # how far the last losses of parts were from the whole
+    numbers: Sequence[int] = ()  # that code looks at, by their places, and that follow from a batch (`double.py`)
     reads: dict[str, Any] = field(default_factory=dict)  # what a loss reads and is in the first worker (`alike.py`)
 
     @property

@@ -87,19 +87,17 @@ class Replica:
         if options.bitwise:
             self.exchange = OrderedExchange(self._parameters, group, self._width, loss_word=StepAccount.LOSS_WORD)
         else:
-            self.exchange = DdpExchange(model, group, self._width, find_unused=options.find_unused_parameters)
+            self.exchange = DdpExchange(model, group, self._width)
         self._summed = self.exchange.beside
 
     def take_traits(self, traits: ModelTraits) -> None:
         """Exchanges what forwards add to buffers, as for running statistics, and sums gradients in half precision shard
-        by shard: a rounded gradient is no sum of those of its parts. Where batches skip parameters, looks for those
-        without a gradient. Before the first `attach`. Raises CheckpointError for a state that a job could not keep."""
+        by shard: a rounded gradient is no sum of those of its parts. Before the first `attach`. Raises CheckpointError
+        for a state that a job could not keep."""
         if current_job() is not None:
             expect_holdable(self.state())
-        if traits.skips and not self.options.find_unused_parameters:
+        if traits.skips:
             self.options = replace(self.options, find_unused_parameters=True)
-            if type(self.exchange) is DdpExchange:
-                self.exchange.find_unused()
         if traits.half and type(self.exchange) is DdpExchange:
             self._order_sums(self.exchange)
         if names := traits.buffers:
@@ -233,10 +231,11 @@ class Replica:
             value.copy_(before)
 
     def check_all_used(self) -> None:
-        """Raises RecipeError if parameters took no part in the last backward."""
+        """Raises RecipeError if parameters took no part in a recipe's first step, which is seldom meant."""
+        if self.ledger.steps or not self.owned or self.options.find_unused_parameters:
+            return
         named = self.model.named_parameters()
-        unused = [name for name, parameter in named if parameter.requires_grad and parameter.grad is None]
-        if unused and not self.options.find_unused_parameters:
+        if unused := [name for name, value in named if value.requires_grad and value.grad is None]:
             raise unused_parameters(unused)
 
     def keep(self, account: StepAccount, *, copied: bool = True) -> Reduced:

@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Generator, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
-from typing import Any, Protocol
+from typing import Any, Protocol, Unpack
 
 import numpy as np
 import torch
@@ -36,8 +36,8 @@ from trueline.train.step.contribution import StepBatch
 from trueline.train.step.model_traits import ModelTraits
 from trueline.train.step.options import Options
 from trueline.train.step.parts.buffer_changes import BufferChanges
-from trueline.train.step.parts.late_steps import LateTrial
-from trueline.train.step.parts.still import Bound, WatchedOperators, unsettle, without_draws
+from trueline.train.step.parts.late_steps import LateTrial, find_decisive
+from trueline.train.step.parts.still import Bends, Bound, WatchedOperators, unsettle, without_draws
 from trueline.train.step.plan import Ints
 from trueline.train.step.reduction import LossSample
 
@@ -105,7 +105,9 @@ class LossTrial:
         self.expect_same: Callable[[Any], Batches] | None = None  # with a reader: `fresh.py`
         self.tried: list[LossSample] = []  # the losses of the last batches
         self.bounds: list[list[Bound]] = []
-        """What each of them has compared with a bound (`still.py`)."""
+        """What each of them has compared with a bound; and the single numbers that code has looked at."""
+        self.numbers: list[list[float]] = []
+        self._watched = WatchedOperators(still=False)
         values = self._trained = [value for value in trial.model.parameters() if value.requires_grad]
         self._frozen = [value for value in trial.model.parameters() if not value.requires_grad]
         self._parameters = [value for value in values if value.numel() <= ELEMENTS][-PARAMETERS:] or values[-1:]
@@ -179,6 +181,7 @@ class LossTrial:
         model_traits.expect_same_training(self._trained, self._frozen, "a later step")
         if self.after is not None:
             return self.after(loss)
+        self._watched.looks = False  # what is looked at from here on is not the loop's
         self._expect_unchanged()
         value = reduction.as_scalar(loss, records, self.inputs.options.reduction)
         if not value.requires_grad:
@@ -189,11 +192,8 @@ class LossTrial:
         gradient = self._sample_gradients(value)
         uneven = elements is not None and elements[0] != elements[1]
         self._uneven = self._uneven or uneven
-        self.tried.append(
-            LossSample(records, 0.0, torch.zeros_like(gradient), weight)
-            if weight == 0
-            else LossSample(records, float(value.item()), gradient, weight, uneven)
-        )
+        found = (0.0, torch.zeros_like(gradient)) if weight == 0 else (float(value.item()), gradient)
+        self.tried.append(LossSample(records, *found, weight, uneven and weight != 0))
         self.taken = True
         return False
 
@@ -262,7 +262,8 @@ class LossTrial:
         trial = self.inputs
         batch = trial.reader.read(ids, epoch=0)
         self._state = _state(trial)
-        self._mark_gradient()
+        if self._marked is not None:
+            self._marked.grad = torch.full_like(self._marked, LARGE, requires_grad=False)
         try:
             kinds = (model_traits.buffer_slots(trial.model, persistent=kind) for kind in (True, False))
             slots = [(slot, slot.value.clone()) for kind in kinds for slot in kind]
@@ -270,14 +271,16 @@ class LossTrial:
                 seed_all(trial.seed, 0, seed)
                 before, singly, self.taken = generator_state(), single_states(), False
                 watched.begin()
-                began = time.monotonic()
+                self._watched = watched
+                began = time.thread_time()  # the same on a busy host
                 yield StepBatch(inputs=batch.inputs, labels=batch.labels, records=ids, weight=1.0, trial=True,
                                 step=trial.step if step is None else step)  # fmt: skip
-                self.took_s = time.monotonic() - began
+                self.took_s = time.thread_time() - began
                 if not self.taken:
                     raise UsageError("the loop did not call job.step(loss)", hint="call it once for every batch")
                 changes = {slot.name: slot.change(old) for slot, old in slots if slot.value.shape == old.shape}
             self.bounds.append(watched.bounds)
+            self.numbers.append(watched.numbers)
             self._changes.append({name: change for name, change in changes.items() if change.any()})
             self._buffers.update(self._changes[-1])
             here = single_states() != singly
@@ -289,16 +292,12 @@ class LossTrial:
             if self._marked is not None:
                 self._marked.grad = None
 
-    def _mark_gradient(self) -> None:
-        if self._marked is not None:
-            self._marked.grad = torch.full_like(self._marked, LARGE, requires_grad=False)
-
     def _expect_unchanged(self) -> None:
         self._expect_same_parameters()
         grad = None if self._marked is None else self._marked.grad
-        cleared = grad is not None and not bool(grad.any())  # which is of no use, and does no harm
-        others = _state(self.inputs, but=self._marked) != self._state
-        if others or not (grad is None or cleared or bool(grad.eq(LARGE).all())):
+        # Clearing it is of no use, and does no harm.
+        same = grad is None or not bool(grad.any()) or bool(grad.eq(LARGE).all())
+        if not same or _state(self.inputs, but=self._marked) != self._state:
             raise UsageError(
                 "the loop changes the parameters or their gradients itself",
                 hint="job.step(loss) runs backward and optimizer; gradients are clipped by clip_norm (in a loop: "
@@ -357,6 +356,7 @@ class LossTrial:
         named = trial.options.reduction
         how, confirmed = reduction.decide(whole, [parts[:2], parts[2:]], named, self.tolerance, draws=draws)
         shares, off = [part.records / self.tried[0].records for part in parts], reduction.measure_off(self.tried, how)
+        numbers = find_decisive(self.numbers) if named == "auto" else ()
         late = LateTrial(self, how, ids[:FEW] if self.took_s >= QUICK_S else ids)
         changed = BufferChanges(trial.model, self._buffers, self._changes)
         confirmed = confirmed and changed.confirm(shares, self.tolerance, refuses=named == "auto")
@@ -372,16 +372,17 @@ class LossTrial:
             seen = len(self.divisors)
             confirmed = yield from late.batches(changed.constant())
             del self.divisors[seen:]
-        self.traits = replace(self._traits(how, whole=not confirmed), off=off)
+        self.traits = replace(self._traits(how, whole=not confirmed), off=off, numbers=numbers)
 
-    def each_part(self, ids: Ints, *, step: int | None = None, bend: Sequence[int] = (), cuts: int = 2) -> Batches:
+    def each_part(self, ids: Ints, *, step: int | None = None, cuts: int = 2, **still: Unpack[Bends]) -> Batches:
         """The batches `ids` as a whole and cut in two, in one or two ways; `tried` has their losses then."""
         cut, other = max(1, len(ids) // 3), np.random.default_rng(1).permutation(ids)
         self.tried.clear()
         self.bounds.clear()
+        self.numbers.clear()
         parts = (ids, ids[:cut], ids[cut:], other[:cut], other[cut:])[: 1 + 2 * cuts]
         if len(ids) > 1:
-            with without_draws(self.inputs.model, bend) as watched:
+            with without_draws(self.inputs.model, **still) as watched:
                 for part in parts:
                     yield from self._one(part, watched, step)
 

@@ -20,7 +20,7 @@ from trueline.train import devices
 from trueline.train.link.grpc_client import is_replacement
 from trueline.train.rehearsal import fork, kept
 from trueline.train.rehearsal.alike import AlikeTrial, wants_comparing
-from trueline.train.rehearsal.double import DoubleTrial, wants_double
+from trueline.train.rehearsal.double import DoubleTrial, NumberTrial, wants_double, wants_numbers
 from trueline.train.rehearsal.fresh import FreshTrial
 from trueline.train.rehearsal.settled import load_traits, settle_traits
 from trueline.train.settings import JobSettings
@@ -59,7 +59,7 @@ class RecipeTrial:
             tried = leaves.belong_to(self._make_trial(number))
             tried = tried if fresh is None else fresh.belong_to(tried)
             if self._try_loss(tried):
-                self._try_in_double(tried.traits)
+                self._try_further(tried.traits)
                 drawn = tried.traits.draws or traits.draws
                 settled = settle_traits(dataclasses.replace(tried.traits, rate=traits.rate, draws=drawn))
         return self._compare(settled or settle_traits(dataclasses.replace(traits, whole=True)), leaves.reads)
@@ -85,11 +85,17 @@ class RecipeTrial:
             all(self._take(tried, batch) for batch in batches)
         return fresh
 
-    def _try_in_double(self, found: ModelTraits) -> None:
-        """Raises UsageError if the loss is not made of its parts in double precision."""
+    def _try_further(self, found: ModelTraits) -> None:
+        """Raises UsageError if the loss is not made of its parts in double precision, or decides by a number of its
+        batch."""
         tried = self._make_trial()
-        if fork.can_fork(self._model) and wants_double(tried.inputs, found):
-            with contextlib.closing(fork.try_again(DoubleTrial(tried), None)) as batches:
+        trials: list[fork.ForkedTrial] = []
+        if wants_double(tried.inputs, found):
+            trials.append(DoubleTrial(tried))
+        if wants_numbers(found):
+            trials.append(NumberTrial(tried, found.numbers))
+        for one in trials if fork.can_fork(self._model) else ():
+            with contextlib.closing(fork.try_again(one, None)) as batches:
                 all(self._take(tried, batch) for batch in batches)
 
     def _try_forward(self) -> ModelTraits:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import time
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any, Protocol, Unpack
 
 import numpy as np
 import torch
@@ -23,12 +23,12 @@ import torch
 from trueline.data.loading.worker_pool import ReaderClient
 from trueline.train.step import model_traits, reduction
 from trueline.train.step.contribution import StepBatch
-from trueline.train.step.parts.still import Bound
+from trueline.train.step.parts.still import Bends, Bound
 from trueline.train.step.plan import Ints, choose_late, choose_prime
 from trueline.train.step.reduction import Divisors, LossSample
 
 PROBE_S, MOST_RECORDS = 0.1, 256
-"""How long later steps are tried, and most records of a batch."""
+"""How long later steps are tried, of the processor's time (a busy host tries no fewer), and most records of a batch."""
 MOST_WIDE, WIDE_S, READ_FIRST = 1024, 0.2, 16
 """Records of a batch that is looked at for operators that others do not run, for how long, and how many records show
 how long reading takes."""
@@ -48,7 +48,7 @@ class PartsTrial(Protocol):
     @property
     def tolerance(self) -> float: ...
 
-    def each_part(self, ids: Ints, *, step: int | None = None, bend: Sequence[int] = (), cuts: int = 2
+    def each_part(self, ids: Ints, *, step: int | None = None, cuts: int = 2, **still: Unpack[Bends]
                   ) -> Generator[StepBatch, None, None]: ...  # fmt: skip
 
     def is_finite(self) -> bool: ...
@@ -67,14 +67,15 @@ class LateTrial:
         """Returns whether the loss reduces so in all of them. Raises UsageError if it does not, and no reduction is
         named. `counters`: what each forward adds to buffers, whatever its records."""
         self._counters = counters
-        given, trial, began = self._trial.inputs, self._trial, time.monotonic()
+        given, trial = self._trial.inputs, self._trial
+        until, latest = time.thread_time() + PROBE_S, time.monotonic() + 10 * PROBE_S
         same = True
         if bend := find_reduced(self._bounds):
             yield from trial.each_part(self._ids, bend=bend, cuts=1)
             same = self._confirm("beyond a bound (a clamp, a hinge, an absolute value) of what a batch is reduced to")
         blind = given.hidden_steps > 0 and not self._counters
         for number, step in enumerate(list_steps(max(given.total_steps, given.hidden_steps))):
-            if number and (blind or time.monotonic() > began + PROBE_S):
+            if number and (blind or time.thread_time() > until or time.monotonic() > latest):
                 break
             with self._count_to(step):
                 yield from trial.each_part(self._choose() if not number else self._ids, step=step, cuts=1)
@@ -183,6 +184,19 @@ def find_reduced(bounds: Sequence[Sequence[Bound]]) -> list[int]:
     if len({len(one) for one in bounds}) != 1 or len(bounds) < 2:
         return []
     return [at for at, same in enumerate(zip(*bounds, strict=True)) if len(set(same)) == 1]
+
+
+def find_decisive(numbers: Sequence[Sequence[float]]) -> tuple[int, ...]:
+    """The places of the single numbers that batches looked at, of the same number each, which follow from the records.
+
+    >>> find_decisive([[0.5, 2.0], [0.4, 2.0], [0.7, 2.0]]), find_decisive([[0.5], [0.4, 0.4]])
+    ((0,), ())
+    """
+    if len({len(one) for one in numbers}) != 1:
+        return ()
+    return tuple(
+        at for at, same in enumerate(zip(*numbers, strict=True)) if max(same) - min(same) > 1e-6 * abs(max(same))
+    )
 
 
 def list_steps(total: int) -> Iterator[int]:

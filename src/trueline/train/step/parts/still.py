@@ -4,9 +4,9 @@ Dropout layers keep everything, normalization layers scale each record by itself
 constant. What is left depends on the records alone, so the loss of a batch can be compared with those of its parts.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
 import torch
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -28,10 +28,19 @@ _BOUNDS = frozenset(
     for place in ("", "_")
 ) | {torch.ops.aten.maximum, torch.ops.aten.minimum, torch.ops.aten.where}
 """Operators that are linear on either side of a bound."""
+_LOOKS = frozenset(getattr(torch.ops.aten, name) for name in ("gt", "ge", "lt", "le", "_local_scalar_dense"))
+"""Operators that compare a number, or give it to Python."""
 BENT = 0.3
 """Of the square of its input, what an operator that is bent adds to its result."""
 Bound = tuple[str, tuple[int, ...]]
 """Such an operator, and the shape of its result."""
+
+
+class Bends(TypedDict, total=False):
+    """What of a batch is bent (`WatchedOperators`)."""
+
+    bend: Sequence[int]
+    factors: Mapping[int, float]
 
 
 class WatchedOperators(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -40,22 +49,30 @@ class WatchedOperators(TorchDispatchMode):  # type: ignore[no-untyped-call]
     `tosses`: whether code looks at a number after something was drawn, which may decide what it computes.
     `bend`: of the operators that have a bound and a gradient, by their number in a batch, those that are bent: their
     result is then no linear function of what they are given, on either side of the bound.
+    `factors`: of the single numbers that code looks at or compares, by their place among these, those that are made
+    larger or smaller.
     """
 
-    def __init__(self, *, still: bool, bend: Sequence[int] = ()) -> None:
+    def __init__(self, *, still: bool, **bends: Unpack[Bends]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.draws = self.tosses = self.half = self.single = False
         self.bounds: list[Bound] = []
-        self._still, self._bend = still, bend
+        self.numbers: list[float] = []
+        self.looks = False
+        """Whether the code that runs is that of the loss."""
+        self._still, self._bend, self._factors = still, bends.get("bend", ()), bends.get("factors", {})
 
     def begin(self) -> None:
         """Another batch begins; it was read in any precision."""
-        self.draws, self.tosses, self.single, self.bounds = False, False, False, []
+        self.draws, self.tosses, self.single, self.bounds, self.numbers = False, False, False, [], []
+        self.looks = self._still
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if self._still and func.overloadpacket in _BOUNDS:
             return self._meet_bound(func, args, kwargs)
+        if self.looks and func.overloadpacket in _LOOKS:
+            args = self._look_at(args)
         drawing = torch.Tag.nondeterministic_seeded in func.tags
         names = [argument.name for argument in func._schema.arguments] if drawing else []
         if "dropout_p" in names:  # attention kernels have the tag, and draw only for dropout
@@ -72,6 +89,15 @@ class WatchedOperators(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return _reverse_ties(result, args, kwargs) if self._still and func.overloadpacket in _SORTS else result
         self.draws = True
         return _fill(func.overloadpacket.__name__, args, result) if self._still and "dropout_p" not in names else result
+
+    def _look_at(self, args: Any) -> Any:
+        """Notes a number that is about to be compared or given to Python; the arguments with what replaces it."""
+        value = args[0]
+        if not isinstance(value, torch.Tensor) or not value.is_floating_point() or value.numel() != 1:
+            return args
+        factor = self._factors.get(len(self.numbers), 1.0)
+        self.numbers.append(value.flatten().tolist()[0])
+        return args if factor == 1.0 else (value.detach() * factor, *args[1:])
 
     def _meet_bound(self, func: Any, args: Any, kwargs: Any) -> Any:
         given = [one for one in args if isinstance(one, torch.Tensor) and one.requires_grad and one.is_floating_point()]
@@ -120,7 +146,7 @@ def _scale_alone(layer: _BatchNorm) -> Callable[[torch.Tensor], torch.Tensor]:
 
 
 @contextmanager
-def without_draws(model: torch.nn.Module, bend: Sequence[int] = ()) -> Iterator[WatchedOperators]:
+def without_draws(model: torch.nn.Module, **bends: Unpack[Bends]) -> Iterator[WatchedOperators]:
     """Layers and operators draw nothing and look at no other records in this block, whatever mode the loop sets."""
     changed: list[tuple[torch.nn.Module, str, float]] = []
     normalizing = [module for module in model.modules() if isinstance(module, _BatchNorm)]
@@ -132,7 +158,7 @@ def without_draws(model: torch.nn.Module, bend: Sequence[int] = ()) -> Iterator[
     for layer in normalizing:
         layer.forward = _scale_alone(layer)  # type: ignore[assignment, method-assign]
     try:
-        with WatchedOperators(still=True, bend=bend) as watched:
+        with WatchedOperators(still=True, **bends) as watched:
             yield watched
     finally:
         for layer in normalizing:
