@@ -63,6 +63,8 @@ class DdpExchange:
         """[words + width + parameters] The words, the vector beside the gradients, and who used which parameter."""
         self._host_view: npt.NDArray[np.float32] | None = None
         """The contribution's memory, if that is the host's."""
+        self._unused: list[int] = []
+        """The places of the parameters that the contribution says were left out."""
         self._weight = torch.ones(())  # the gradient of a loss; rewritten in each step
         self._inside = self._forwarded = False
         self._steps = 0  # in this group
@@ -78,8 +80,9 @@ class DdpExchange:
     def attach(self, words: int) -> None:
         quiet = {"forward_sync_buffers": False} if _NEW_BUFFERS else {"broadcast_buffers": False}
         self.broken, self._forwarded, self._pending = None, False, []
-        self._steps, self.sums = 0, ()
+        self._steps, self.sums, self._unused = 0, (), list[int]()
         self._contribution = torch.zeros(words + self.width + len(self._parameters), device=self._device)
+        self._contribution[words + self.width :] = 1.0
         self.beside = self._contribution[words : words + self.width]
         self._host_view = self._contribution.numpy() if self._contribution.is_cpu else None
         self._weight = torch.ones((), device=self._device)
@@ -108,14 +111,14 @@ class DdpExchange:
             raise self.broken
         if not self._forwarded:  # no records, or the model ran in evaluation mode, or not as model(...)
             self._run_idle()
-        before = [(value.grad, 0 if value.grad is None else value.grad._version) for value in self._parameters]
+        earlier = [value.grad for value in self._parameters]  # held, so that no later one gets the name of an old one
+        before = list_versions(earlier)
         if piece is not None:
             loss, weight = piece.scaled, self._weight
             same = loss.shape == weight.shape and loss.dtype == weight.dtype and loss.device == weight.device
             self._run_backward([(loss, weight.fill_(piece.weight) if same else torch.full_like(loss, piece.weight))])
-        places = [
-            at for at, (value, old) in enumerate(zip(self._parameters, before, strict=True)) if is_left(value, *old)
-        ]
+        after = list_versions([value.grad for value in self._parameters])
+        places = [at for at, now in enumerate(after) if now == before[at]]
         self._contribute(words, [at for at in places if self._parameters[at].grad is None])
         zeros = [self._parameters[at].reshape(-1)[:1].sum() * 0.0 for at in places]
         rest = ((zero, torch.ones_like(zero)) for zero in zeros)
@@ -128,11 +131,13 @@ class DdpExchange:
         drop_unused(self._parameters, gradient[end:])
         return gradient[: len(words)].tolist(), gradient[len(words) : end]
 
-    def _contribute(self, words: list[float], unused: Sequence[int]) -> None:
+    def _contribute(self, words: list[float], unused: list[int]) -> None:
         """Writes what goes with the gradients. `unused`: the places of parameters that this member's step left out."""
-        self._contribution[len(words) + self.width :] = 1.0
-        for at in unused:
-            self._contribution[len(words) + self.width + at] = 0.0
+        if unused != self._unused:
+            used = self._contribution[len(words) + self.width :]
+            used.fill_(1.0)
+            used[unused] = 0.0
+            self._unused = unused
         if self._host_view is not None:
             self._host_view[: len(words)] = words
         else:
@@ -230,10 +235,9 @@ class DdpExchange:
         self.sums = [gradients for _, _, gradients, _ in pending]
 
 
-def is_left(parameter: torch.nn.Parameter, gradient: torch.Tensor | None, version: int) -> bool:
-    """Whether no backward has changed its gradient, which was `gradient` in this version (of earlier pieces)."""
-    found = parameter.grad
-    return found is gradient and (found is None or found._version == version)
+def list_versions(gradients: Sequence[torch.Tensor | None]) -> list[tuple[int, int]]:
+    """What a backward changes of each gradient that it reaches."""
+    return [(0, 0) if value is None else (id(value), value._version) for value in gradients]
 
 
 def list_used(loss: torch.Tensor, parameters: Sequence[torch.nn.Parameter]) -> list[torch.nn.Parameter]:

@@ -87,8 +87,9 @@ class GradientExchange(Protocol):
 
 def drop_unused(parameters: Sequence[torch.nn.Parameter], used: torch.Tensor) -> None:
     """Leaves the parameters without a gradient that no member used. `used`: by how many members each was."""
-    for place in (used == 0).nonzero().flatten().tolist():
-        parameters[place].grad = None
+    if not used.all():
+        for place in (used == 0).nonzero().flatten().tolist():
+            parameters[place].grad = None
 
 
 class Overtaken(RuntimeError):
