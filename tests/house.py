@@ -87,6 +87,7 @@ MAX_LINES += 16  # probes that a trace follows (0020)
 MAX_LINES += 120  # scalers in loops, jobs and checkpoints of newer versions, text among numbers (0021, 0022, 0023)
 MAX_LINES += 160  # numbers that a trace follows, fractions of sizes in branches (0020)
 MAX_LINES += 90  # powers of whole numbers, short steps (0020, 0023)
+MAX_LINES += 1_100  # what a model reads of its process, machine and thread, whatever tells it (0020)
 MAX_FOLDER_FILES = 20
 MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 50
