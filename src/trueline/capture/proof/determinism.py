@@ -9,7 +9,7 @@ calls, so it is called many times; one that counts its calls is called with its 
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from types import CodeType
 
@@ -28,11 +28,20 @@ from trueline.capture.model.reach import attributes
 from trueline.capture.proof.observe import Observation
 from trueline.capture.proof.state.find_source import find_source
 from trueline.capture.proof.state.first_call import explain_change, keeps_limits
-from trueline.capture.proof.state.influence import BUDGET, Question, Restless, ask, find_influence, find_restless
+from trueline.capture.proof.state.influence import (
+    BUDGET,
+    Influence,
+    Question,
+    Restless,
+    ask,
+    find_influence,
+    find_restless,
+)
 from trueline.capture.proof.state.settings import find_setting_influence
 from trueline.capture.proof.state.sources import Readings, find_outside_influence, read_outside
 from trueline.capture.proof.state.torch_draws import WriteWatch, find_draw_influence
 from trueline.capture.proof.state.unwritten import FILLED, FillEmpty
+from trueline.capture.proof.surroundings.influence import find_surrounding_influence
 from trueline.errors import CaptureError, NotProven, join_names
 from trueline.runtime import compare
 
@@ -57,12 +66,9 @@ MANY, LOOK, LIVELY = 3_000, (0.1, 50), (1.0, 400)
 """Calls of one input, and the seconds and number of cheap calls after which no further one is made, the latter for a
 model in which something changes from call to call."""
 _STORES = ("STORE_ATTR", "STORE_GLOBAL", "STORE_DEREF")
-WAYS = 6
-"""Ways through the code on which values that change are looked at."""
-NAMES = 5
-"""Names in a message."""
-ORDERS = 4
-"""Pairs of inputs of the same sizes that are given in either order."""
+WAYS, NAMES, ORDERS = 6, 5, 4
+"""Ways through the code on which values that change are looked at; names in a message; pairs of inputs of the same
+sizes that are given in either order."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -180,8 +186,7 @@ def _find_draws(
         return None
     if source.draws:
         return Unsteady(why=f"{why} ({source.path}), and {differs}", place=source.place, hint=OUTSIDE_HINT)
-    why = f"the model depends on something beside its inputs ({source.path}): {differs}"
-    return Unsteady(why=why, place=source.place, hint=ELSEWHERE_HINT)
+    return _beside_inputs(replace(source, how=differs))
 
 
 def check_order(eager: EagerSession, observations: Sequence[Observation]) -> Unsteady | None:
@@ -233,6 +238,7 @@ def _check_ways(eager: EagerSession, observations: Sequence[Observation]) -> Uns
         if question is not None:
             restless = find_restless(eager, seen.probe.inputs)
             found = _check_influence(question, restless, read_outside(question))
+            found = found or _beside_inputs(find_surrounding_influence(question))
             if found is not None:
                 return found
     return None
@@ -249,8 +255,12 @@ def _check_influence(question: Question, restless: Restless, readings: Readings)
     if kept is not None:
         why = f"the model keeps a state in the Python attribute {found.path}: {found.how}"
         return Unsteady(why=why, place=found.place, hint=ATTRIBUTE_HINT)
-    why = f"the model depends on something beside its inputs ({found.path}): {found.how}"
-    return Unsteady(why=why, place=found.place, hint=ELSEWHERE_HINT)
+    return _beside_inputs(found)
+
+
+def _beside_inputs(found: Influence | None) -> Unsteady | None:
+    why = f"the model depends on something beside its inputs ({found.path}): {found.how}" if found else ""
+    return Unsteady(why=why, place=found.place, hint=ELSEWHERE_HINT) if found else None
 
 
 def _some_names(names: Sequence[str]) -> str:
@@ -287,6 +297,7 @@ def check_rare(eager: EagerSession) -> Unsteady | None:
     restless = find_restless(eager, eager.example)
     draws, readings = random_states() != drawn, read_outside(question)
     found = _check_influence(question, restless, readings) or _check_unwritten(question) or _check_draws(question)
+    found = found or _beside_inputs(find_surrounding_influence(question))
     if found is not None:
         return found
     return _check_many_calls(question, readings, draws=draws, lively=bool(draws or restless or readings.lines))

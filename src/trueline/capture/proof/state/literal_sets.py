@@ -10,7 +10,7 @@ import dis
 import functools
 import gc
 import linecache
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from types import CodeType, FunctionType
 from typing import Any
@@ -23,14 +23,21 @@ from trueline.capture.model.reach import attributes
 REPLACE = "__trueline_set__"
 """The global by which compiled code gives away its sets."""
 _VIEWS = frozenset({"keys", "items"})
+Change = Callable[[ast.AST], Any]
+"""Changes a syntax tree; one function for all files, since what is compiled is kept."""
 Makers = Sequence[tuple[FunctionType, CodeType]]
-"""Functions of the user, each with its code that gives away the sets it makes."""
+"""Functions of the user, each with the code that it runs instead."""
 
 
 def find_set_makers(way: Sequence[Event], module: torch.nn.Module) -> Makers:
     """The functions that ran and make sets of their own; those that the model reaches are found in any case."""
     codes = [code for code in dict.fromkeys(code for _, code, _ in way) if _makes_sets(code)]
-    known = {code: _compile(code.co_filename).get(_name(code), []) for code in codes}
+    return find_changed(codes, module, _give_sets)
+
+
+def find_changed(codes: Sequence[CodeType], module: torch.nn.Module, change: Change) -> Makers:
+    """The functions of these codes, each with what its source is after the `change`."""
+    known = {code: _compile(code.co_filename, change).get(_name(code), []) for code in codes}
     pairs = {code: new for code, some in known.items() for old, new in some if old == code}
     if not pairs:
         return []
@@ -43,13 +50,20 @@ def find_set_makers(way: Sequence[Event], module: torch.nn.Module) -> Makers:
 @contextmanager
 def giving_sets(makers: Makers, replace: Callable[[Any], Any]) -> Iterator[None]:
     """In this block the functions get `replace(made)` in place of each set that they make."""
+    with running_changed(makers, {REPLACE: replace}):
+        yield
+
+
+@contextmanager
+def running_changed(makers: Makers, hooks: Mapping[str, Callable[..., Any]]) -> Iterator[None]:
+    """In this block the functions run their other code, which knows `hooks` by their names."""
     with ExitStack() as stack:
         for function, code in makers:
             stack.callback(setattr, function, "__code__", function.__code__)
             function.__code__ = code
-            if REPLACE not in function.__globals__:
-                function.__globals__[REPLACE] = replace
-                stack.callback(function.__globals__.pop, REPLACE, None)
+            for name in hooks.keys() - function.__globals__.keys():
+                function.__globals__[name] = hooks[name]
+                stack.callback(function.__globals__.pop, name, None)
         yield
 
 
@@ -68,13 +82,12 @@ def _name(code: CodeType) -> tuple[str, int]:
 
 
 @functools.lru_cache(maxsize=64)
-def _compile(file: str) -> dict[tuple[str, int], list[tuple[CodeType, CodeType]]]:
-    """Of each function in the file its code as it is, and with its sets given away. Lambdas of one line have one
-    name."""
+def _compile(file: str, change: Change) -> dict[tuple[str, int], list[tuple[CodeType, CodeType]]]:
+    """Of each function in the file its code as it is, and after the `change`. Lambdas of one line have one name."""
     source = "".join(linecache.getlines(file))
     try:
         plain = compile(source, file, "exec", dont_inherit=True)
-        tree = ast.fix_missing_locations(_GiveSets().visit(ast.parse(source, file)))
+        tree = ast.fix_missing_locations(change(ast.parse(source, file)))
         changed = compile(tree, file, "exec", dont_inherit=True)
     except (SyntaxError, ValueError, RecursionError):
         return {}
@@ -113,6 +126,10 @@ class _GiveSets(ast.NodeTransformer):
         target = ast.copy_location(ast.Name(id=node.target.id, ctx=ast.Store()), node)
         kept: Any = _give(ast.copy_location(ast.Name(id=node.target.id, ctx=ast.Load()), node))
         return [changed, ast.copy_location(ast.Assign(targets=[target], value=kept), node)]
+
+
+def _give_sets(tree: ast.AST) -> Any:
+    return _GiveSets().visit(tree)
 
 
 def _give(node: Any) -> ast.AST:

@@ -165,7 +165,7 @@ def _at_ends(func: Any, args: Any, drawn: torch.Tensor, high: torch.Tensor) -> t
         return mean + torch.where(high, FAR, -FAR) * deviation
     if name == "bernoulli":
         likely = numbers[0] if numbers else first
-        rate = likely if isinstance(likely, torch.Tensor) else torch.full(drawn.shape, likely)
+        rate = likely if isinstance(likely, torch.Tensor) else torch.full(drawn.shape, likely, dtype=torch.float64)
         return torch.where(high, rate > 0, rate >= 1).to(drawn.dtype)
     if name in ("randint", "randint_like", "random") and numbers:
         least, most = numbers if len(numbers) > 1 else (0, numbers[0])
