@@ -336,7 +336,7 @@ def makes_the_zeros_of_a_pad_part_of_the_window() -> bool:
     return not np.allclose(answers(export(module, below, free=()), below)[0], module(below))
 
 
-@shows("onnx/integer_division")
+@shows("onnx/integer_arithmetic")
 def ends_the_process_where_the_smallest_number_is_divided_by_minus_one() -> bool:
     """Without the patch: a model of one node, in a process of its own."""
     one = helper.make_node("Div", ["a", "b"], ["c"])
@@ -394,10 +394,11 @@ def computes_shares_of_sizes_in_single_precision() -> bool:
     return tuple(answers(export(module, x[:, :7]), x)[0].shape) != module(x).shape
 
 
-@shows("onnx/small_constants")
-def takes_a_small_constant_for_zero() -> bool:
-    module, x = Of(lambda x: torch.log(x + 1e-12)), torch.zeros(1, 3)
-    return bool(np.isinf(answers(export(module, x, free=()), x)[0]).any())
+@shows("onnx/optimizer_rules")
+def takes_a_small_constant_for_zero_and_joins_limits_that_do_not_overlap() -> bool:
+    small, limits, x = Of(lambda x: torch.log(x + 1e-12)), Of(lambda x: x.clamp(0, 1).clamp(5, 9)), torch.zeros(1, 3)
+    infinite, limited = (answers(export(module, x, free=()), x)[0] for module in (small, limits))
+    return bool(np.isinf(infinite).any() and (limited != 5).any())
 
 
 @shows("onnx/weight_parts")
@@ -480,6 +481,8 @@ def recurrent(activation: str) -> Case:
 
 _ATEN, _PRIMS = torch.ops.aten, torch.ops.prims
 WHOLE = torch.tensor([2**53 + 1, -(2**60) + 1, 2**62 - 3])
+BYTES, BY = torch.tensor([3, 100, 200, 255], dtype=torch.uint8), torch.tensor([1, 7, 0, 8], dtype=torch.uint8)
+COUNTS = torch.tensor([3, -7, 2**40])
 HIGH = torch.randn(2, 4096, generator=torch.Generator().manual_seed(0)) + 1e6
 CASES: dict[Any, Case] = {
     _ATEN.var.correction: of(lambda x: x.var(1), HIGH),
@@ -493,6 +496,18 @@ CASES: dict[Any, Case] = {
     _ATEN.floor_divide.default: of(lambda x: x // 0.7, SEVENTHS),
     _ATEN.div.Tensor_mode: of(lambda x: torch.div(x, 0.7, rounding_mode="floor"), SEVENTHS),
     _ATEN.div.Scalar_mode: of(lambda x: _ATEN.div.Scalar_mode(x, 0.7, rounding_mode="floor"), SEVENTHS),
+    _ATEN.bitwise_left_shift.Tensor: of(torch.bitwise_left_shift, BYTES, BY),
+    _ATEN.__lshift__.Tensor: of(lambda x, y: x << y, BYTES, BY),
+    _ATEN.__lshift__.Scalar: of(lambda x: x << 1, BYTES),
+    _ATEN.bitwise_right_shift.Tensor: of(torch.bitwise_right_shift, BYTES, BY),
+    _ATEN.__rshift__.Tensor: of(lambda x, y: x >> y, BYTES, BY),
+    _ATEN.__rshift__.Scalar: of(lambda x: x >> 0, BYTES),
+    _ATEN.floor.default: of(torch.floor, COUNTS),
+    _ATEN.ceil.default: of(torch.ceil, COUNTS),
+    _ATEN.round.default: of(torch.round, COUNTS),
+    _ATEN.trunc.default: of(torch.trunc, COUNTS),
+    _ATEN.isnan.default: of(torch.isnan, COUNTS),
+    _ATEN.isfinite.default: of(torch.isfinite, COUNTS),
     _ATEN.signbit.default: of(torch.signbit, A),
     _PRIMS.signbit.default: of(torch.copysign, A.nan_to_num(1.0), B.nan_to_num(1.0)),
     _ATEN.atan2.default: of(torch.atan2, A, B),

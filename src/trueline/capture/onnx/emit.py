@@ -26,15 +26,15 @@ from trueline.capture.export.tracing import quiet
 from trueline.capture.model import code_paths
 from trueline.capture.onnx import (
     half_outputs,
-    integer_division,
+    integer_arithmetic,
     kernels,
     large_integers,
     lstm_steps,
+    optimizer_rules,
     padded_pool,
     pass_workarounds,
     precision,
     size_arithmetic,
-    small_constants,
     table_files,
     torchlib_cache,
     weight_parts,
@@ -177,7 +177,7 @@ def translate(
     size_arithmetic.compute_in_double(found.model)
     padded_pool.separate_pads(found.model)
     precision.compute_exactly(found.model)
-    integer_division.avoid_overflow(found.model)
+    integer_arithmetic.avoid_overflow(found.model)
     kernels.widen_integers(found.model)
     large_integers.compute_exactly(found.model)
     weight_parts.store_parts(found.model)
@@ -200,7 +200,7 @@ def _export(
         recurrent.keep_layers_whole(),
         torchlib_cache.cache_torchlib(),
         decomposition_cache.cache_operators(),
-        small_constants.compare_exactly(),
+        optimizer_rules.keep_answers(),
     ):
         return torch.onnx.export(
             program,

@@ -16,7 +16,7 @@ from onnxscript.function_libs.torch_lib.ops import nn as resize
 from onnxscript.onnx_opset import opset18
 from torch.onnx._internal.exporter._torchlib.ops import hop
 
-from trueline.capture.onnx import indices, numerics, order_statistics
+from trueline.capture.onnx import indices, integer_arithmetic, numerics, order_statistics
 from trueline.capture.patches import Patch
 
 PATCH = Patch(
@@ -252,6 +252,7 @@ def _axes(self: Any, dim: Sequence[int] | None) -> Any:
 
 
 TRANSLATIONS: dict[Callable[..., Any], Callable[..., Any]] = {
+    **integer_arithmetic.TRANSLATIONS,
     **indices.TRANSLATIONS,
     **numerics.TRANSLATIONS,
     **order_statistics.TRANSLATIONS,
