@@ -496,6 +496,7 @@ CASES: dict[Any, Case] = {
     _ATEN.floor_divide.default: of(lambda x: x // 0.7, SEVENTHS),
     _ATEN.div.Tensor_mode: of(lambda x: torch.div(x, 0.7, rounding_mode="floor"), SEVENTHS),
     _ATEN.div.Scalar_mode: of(lambda x: _ATEN.div.Scalar_mode(x, 0.7, rounding_mode="floor"), SEVENTHS),
+    _ATEN.scalar_tensor.default: of(lambda x: x.double() * 0.1 * 1e9 % 1, R),
     _ATEN.bitwise_left_shift.Tensor: of(torch.bitwise_left_shift, BYTES, BY),
     _ATEN.__lshift__.Tensor: of(lambda x, y: x << y, BYTES, BY),
     _ATEN.__lshift__.Scalar: of(lambda x: x << 1, BYTES),

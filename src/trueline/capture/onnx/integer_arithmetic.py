@@ -80,7 +80,7 @@ def _change_signs(node: ir.Node, number: int) -> None:
 def _promote(*values: Any) -> ir.DataType:
     """The dtype that torch gives to an operator's answer; numbers of the code have none."""
     kinds = [one if isinstance(one, int) else getattr(torch, one.dtype.name.lower()) for one in values]
-    given = [
+    given: list[Any] = [
         kind if isinstance(kind, int) else torch.empty((1,) * len(one.shape), dtype=kind)
         for one, kind in zip(values, kinds, strict=True)
     ]

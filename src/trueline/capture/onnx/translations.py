@@ -33,6 +33,13 @@ op: Any = opset18
 """Typed for tensors only; the exporter accepts Python's numbers and lists too."""
 
 
+def _scalar_tensor(s: Any, dtype: int = ir.DataType.FLOAT.value) -> Any:
+    """A number of the code beside doubles; the exporter rounds it to single precision first."""
+    if isinstance(s, float) and dtype == ir.DataType.DOUBLE:
+        return op.Constant(value=ir.tensor(s, dtype=ir.DataType.DOUBLE))
+    return core.aten_scalar_tensor(s, dtype)
+
+
 def _where(condition: Any, self: Any, other: Any) -> Any:
     """ONNX Runtime has no Where between booleans."""
     if self.dtype == ir.DataType.BOOL:
@@ -261,6 +268,7 @@ TRANSLATIONS: dict[Callable[..., Any], Callable[..., Any]] = {
     _ATEN.multiply.Tensor: _promote(core.aten_mul),
     _ATEN.subtract.Tensor: _promote(core.aten_sub),
     _ATEN.pow.Tensor_Tensor: _power,
+    _ATEN.scalar_tensor.default: _scalar_tensor,
     _ATEN.where.self: _where,
     _ATEN.softmax.int: _cast_first(core.aten_softmax),
     _ATEN.log_softmax.int: _cast_first(special.aten_special_log_softmax),
