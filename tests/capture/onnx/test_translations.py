@@ -140,6 +140,15 @@ class Halves(nn.Module):
         return first, second, second - first[:, : second.shape[1]]
 
 
+class Doubles(nn.Module):
+    """Numbers of the code beside doubles, some of which torch makes on a device."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        wide = x.double()
+        likeness = torch.cosine_similarity(wide, 0.1 * wide.square() + 1)
+        return likeness, wide.index_fill(1, torch.tensor([0], device=x.device), 0.1)
+
+
 CASES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "a choice between booleans": (Chosen, (3, 5)),
     "instance norm": (Normed, (2, 3, 31, 31)),
@@ -153,6 +162,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "signs of zeros": (Signed, (3, 5)),
     "halves of a length": (Halves, (3, 6, 4)),
     "sums in half precision": (SumsOfHalves, (3, 5)),
+    "numbers beside doubles": (Doubles, (3, 5)),
 }
 FREE = {
     "attention with a bias": {"x": {1: "length"}},

@@ -33,7 +33,9 @@ op: Any = opset18
 """Typed for tensors only; the exporter accepts Python's numbers and lists too."""
 
 
-def _scalar_tensor(s: Any, dtype: int = ir.DataType.FLOAT.value) -> Any:
+def _scalar_tensor(
+    s: Any, dtype: int = ir.DataType.FLOAT.value, layout: str = "", device: str = "", pin_memory: bool = False
+) -> Any:
     """A number of the code beside doubles; the exporter rounds it to single precision first."""
     if isinstance(s, float) and dtype == ir.DataType.DOUBLE:
         return op.Constant(value=ir.tensor(s, dtype=ir.DataType.DOUBLE))
