@@ -75,7 +75,7 @@ def export(module: Of, *tensors: Tensor, free: Sequence[int] = (1,)) -> torch.ex
 
 def refused(module: Of, *tensors: Tensor, message: str) -> bool:
     """Whether torch.export raises an error with this message when axis 1 is dynamic."""
-    with pytest.raises(Exception, match=message):
+    with pytest.raises(Exception, match=message or None):
         export(module, *tensors)
     return True
 
@@ -170,7 +170,8 @@ def replaces_the_weights_of_a_part_that_is_converted() -> bool:
 def makes_numbers_of_the_lengths_of_a_signal() -> bool:
     def there_and_back(x: Tensor) -> Tensor:
         window = torch.hann_window(4)
-        return torch.istft(torch.stft(x, 4, 2, window=window, return_complex=True), 4, 2, window=window)
+        spectrum = torch.stft(x, 4, 2, window=window, return_complex=True)
+        return torch.istft(spectrum, 4, 2, window=window, length=x.shape[1])
 
     return refused(Of(there_and_back), torch.randn(2, 32), message=SPECIALIZED)
 
@@ -324,7 +325,7 @@ def lists_its_translations_for_each_export() -> bool:
 @shows("onnx/pass_workarounds")
 def stumbles_over_a_difference_of_integers_and_parts_of_a_size() -> bool:
     for function, message in ((lambda x: x * (1.0 - (x > 0).long()), "export"), (lambda x: x.chunk(2, 1), "pass")):
-        with pytest.raises(Exception, match=message):
+        with pytest.raises(Exception, match=message or None):
             answers(export(Of(function), X), X)
     return True
 

@@ -1,4 +1,4 @@
-"""torch.istft makes numbers of the number of frames and of the length.
+"""torch.istft makes a number of the length that a signal is to have.
 
 Here frames are added up in blocks of one hop: a frame is as long as several blocks, and block k of all frames is moved
 by k. Source: torch's documentation of `istft`, with its check that no part of the signal is without a window.
