@@ -116,10 +116,13 @@ def test_sums_of_another_step_or_group_or_of_fewer_records_are_refused_and_chang
     assert (commit.replica.done, commit.replica.ledger.steps) == ([], 0)
 
 
-def test_sums_that_are_short_for_a_parameter_without_a_gradient_say_so():
+def test_right_sums_are_refused_where_a_parameter_took_no_part_in_them():
     commit = commit_of()
+    commit.check(account(commit, 0))
     commit.replica.unused = True
     with pytest.raises(RecipeError, match="took no part"):
+        commit.check(account(commit, 0))
+    with pytest.raises(RecordsMiscounted):
         commit.check(account(commit, 0, but=1))
 
 
