@@ -47,6 +47,8 @@ OF_TRACERS = frozenset(
     is_built is_autocast_enabled is_autocast_cpu_enabled is_autocast_cache_enabled""".split()  # noqa: SIM905 - as prose they take two lines
 )
 """Of torch, what Trueline decides where it traces, proves and serves, and devices, which a program keeps on purpose."""
+Elsewhere = dict[Site, list[Any]]
+"""What is another elsewhere, of each place in the code, call by call."""
 _WITHOUT_STATE = frozenset({"builtins", "math", "operator", "functools", "itertools", "collections", "typing", "copy"})
 _OUTSIDE = frozenset(["hash", "id", "repr", "open", "str", "ascii", "list", "set", "frozenset", "iter", "__hash__"])
 """Of these modules, what may follow from a hash or an address."""
@@ -106,7 +108,7 @@ def find_surrounding_influence(question: Question) -> Influence | None:
 
 
 def _search(asked: _Asked, caches: Sequence[Any]) -> Influence | None:
-    log, others, layouts = ReadingLog(), dict[Site, list[list[Any]]](), list[ReadingLog]()
+    log, others, layouts = ReadingLog(), list[Elsewhere](), list[ReadingLog]()
     events = dict[str, SourceLine | None]()
 
     def note(what: str) -> None:
@@ -121,16 +123,12 @@ def _search(asked: _Asked, caches: Sequence[Any]) -> Influence | None:
     for kept in LAYOUTS:
         layouts.append(ReadingLog())
         why = _run_elsewhere(asked, layouts[-1], kept)
-        for site, values in log.values.items():
-            found = layouts[-1].values.get(site, values)
-            if not _are_same(found, values):
-                others.setdefault(site, []).append(found)
+        others.append(_only_others(log, layouts[-1].values))
         if why:
-            return _name(log, next(iter(others), None), why)
-    _add_replayed(log, others)
-    for site in log.values:
-        if log.stated[site] and not _is_kept(log.words[site]):
-            others.setdefault(site, []).append([_move(one) for one in log.values[site]])
+            return _name(log, next(iter(others[-1]), None), why)
+    others += _replay(log)
+    stated = {site: values for site, values in log.values.items() if log.stated[site]}
+    others.append({site: [*map(_move, values)] for site, values in stated.items() if not _is_kept(log.words[site])})
     return _find_among(asked, log, others)
 
 
@@ -177,20 +175,24 @@ def _are_same(one: Sequence[Any], other: Sequence[Any]) -> bool:
     return repr(one) == repr(other)
 
 
-def _add_replayed(log: ReadingLog, others: dict[Site, list[list[Any]]]) -> None:
-    """Adds the values that are others in another process than in one like this."""
+def _only_others(log: ReadingLog, found: Elsewhere) -> Elsewhere:
+    return {site: found[site] for site, was in log.values.items() if not _are_same(found.get(site, was), was)}
+
+
+def _replay(log: ReadingLog) -> list[Elsewhere]:
+    """The values that are others in another process than in one like this; and those of the one like this."""
+    found: list[Elsewhere] = [{}, {}]
     if not any(_looks_outside(step) for step in log.steps):
-        return
+        return found
     for number, (like, other) in enumerate(replay_elsewhere(log.steps)):
         place = log.step_of.get(number)
         if place is None or like == other:
             continue
         site, index = place
-        for kind, value in (other, like):
-            values = list(log.values[site])
+        for of, (kind, value) in zip(found, (other, like), strict=True):
+            values = of.setdefault(site, list(log.values[site]))
             values[index] = value if kind == "value" else _raise(value) if kind == "raised" else object()
-            if not _are_same(values, log.values[site]):
-                others.setdefault(site, []).append(values)
+    return [_only_others(log, of) for of in found]
 
 
 def _raise(name: str) -> Raised:
@@ -234,19 +236,29 @@ def _move(value: Any) -> Any:
     return type(value)([*value, 0]) if isinstance(value, list | tuple | set | frozenset) else object()
 
 
-def _find_among(asked: _Asked, log: ReadingLog, others: dict[Site, list[list[Any]]]) -> Influence | None:
+def _find_among(asked: _Asked, log: ReadingLog, others: Sequence[Elsewhere]) -> Influence | None:
+    """What a function tells at one place it tells at all: two identities of one object are equal elsewhere, too."""
     allowance = Allowance(*BUDGET)
-    for site in [one for one in log.values if one in others]:
-        for why in allowance.charge_each(_ask(asked, site, others[site])):
+    for word in dict.fromkeys(log.words[site] for site in log.values):
+        named = [{site: of[site] for site in of if log.words[site] == word} for of in others]
+        sites = [site for site in log.values if any(site in of for of in named)]
+        turned = [] if word == "id" else sites  # whether two identities are one does not change
+        for why in allowance.charge_each(_ask(asked, turned, [of for of in named if of])):
             if why:
-                return _name(log, site, why)
+                return _name(log, sites[0], why)
     return None
 
 
-def _ask(asked: _Asked, site: Site, others: Sequence[Sequence[Any]]) -> Iterator[str]:
-    """How the answer is another, with each of the other values, and each decision taken the other way."""
-    for values in others:
-        yield asked.run(ReadingLog(_giving(site, partial(_take, values))))
+def _ask(asked: _Asked, turned: Sequence[Site], others: Sequence[Elsewhere]) -> Iterator[str]:
+    """How the answer is another, with each of the other values, and each decision that follows from what is read at
+    the places `turned` taken the other way."""
+    for of in others:
+        yield asked.run(ReadingLog(partial(_take, of)))
+    for site in turned:
+        yield from _turn_decisions(asked, site)
+
+
+def _turn_decisions(asked: _Asked, site: Site) -> Iterator[str]:
     flip, count = -1, 1
     while flip < min(count, DECISIONS):
         decisions = Decisions(flip if flip >= 0 else None)
@@ -260,8 +272,9 @@ def _ask(asked: _Asked, site: Site, others: Sequence[Sequence[Any]]) -> Iterator
         flip += 1
 
 
-def _take(values: Sequence[Any], number: int, value: Any) -> Any:
-    return values[min(number, len(values) - 1)]
+def _take(of: Elsewhere, site: Site, number: int, value: Any) -> Any:
+    values = of.get(site)
+    return value if values is None else values[min(number, len(values) - 1)]
 
 
 def _mark(decisions: Decisions, number: int, value: Any) -> Any:
