@@ -182,4 +182,5 @@ def main() -> None:
     os._exit(len(kept) * 0)
 
 
-main()
+if __name__ == "__main__":
+    main()
