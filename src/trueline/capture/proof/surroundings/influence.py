@@ -39,6 +39,8 @@ from trueline.capture.proof.surroundings.rewritten import find_readers
 HERE = "another process, machine or thread"
 LAYOUTS = (3, 8)
 """How many objects of each size are kept while the model runs, so that what it makes lies elsewhere."""
+STEPS = 1, 6
+"""By how much numbers and addresses are moved: a remainder of one may be the same."""
 SMALL = 1 << 20
 """Bytes of an input of which copies are kept."""
 OF_TRACERS = frozenset(
@@ -128,7 +130,8 @@ def _search(asked: _Asked, caches: Sequence[Any]) -> Influence | None:
             return _name(log, next(iter(others[-1]), None), why)
     others += _replay(log)
     stated = {site: values for site, values in log.values.items() if log.stated[site]}
-    others.append({site: [*map(_move, values)] for site, values in stated.items() if not _is_kept(log.words[site])})
+    stated = {site: values for site, values in stated.items() if not _is_kept(log.words[site])}
+    others += [{site: [_move(one, by) for one in values] for site, values in stated.items()} for by in STEPS]
     return _find_among(asked, log, others)
 
 
@@ -218,19 +221,19 @@ def _is_kept(word: str) -> bool:
     return word.startswith("torch.") and word.rpartition(".")[2] in OF_TRACERS
 
 
-def _move(value: Any) -> Any:
-    """Another value of its kind."""
+def _move(value: Any, by: int) -> Any:
+    """Another value of its kind; not the same one for another step `by`."""
     if value is None:
         return object()
     if isinstance(value, bool):
         return not value
     if isinstance(value, str):
-        moved = ADDRESS.sub(lambda found: hex(int(found[0], 16) ^ 0x3A570), value)
+        moved = ADDRESS.sub(lambda found: hex(int(found[0], 16) ^ (by * 0x3A570)), value)
         return moved if moved != value else f"/other{value}x"
     if isinstance(value, bytes):
         return value + b"x"
     if isinstance(value, int | float | complex):
-        return value + 1
+        return value + by
     if isinstance(value, dict):
         return {**value, "other": 0}
     return type(value)([*value, 0]) if isinstance(value, list | tuple | set | frozenset) else object()
