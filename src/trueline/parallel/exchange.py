@@ -109,6 +109,6 @@ def unused_parameters(names: Sequence[str]) -> RecipeError:
     which = f" ({join_names(names)})" if names else ""
     return RecipeError(
         f"some parameters of the model took no part in the loss of a step{which}",
-        hint="set `find_unused_parameters = True` in the recipe (in a loop: Options(find_unused_parameters=True)), or "
-        "use every parameter in every step",
+        hint="set `find_unused_parameters = True` in the recipe if that is meant, or use every parameter in its first "
+        "step",
     )

@@ -68,7 +68,10 @@ class StepSettings:
     )  # fmt: skip
     compile: bool = setting(False, "Use torch.compile.", section=_WORKERS, recipe=True)
     find_unused_parameters: bool = setting(
-        False, "Some parameters take no part in some steps (as torch's DDP names it).", section=_WORKERS, recipe=True
+        False,
+        "Parameters may take no part in the first step; in later ones they may in any case.",
+        section=_WORKERS,
+        recipe=True,
     )
     readers: int = setting(
         0, "Processes of each worker that read records ahead (num_workers elsewhere); 0: the worker reads.",
