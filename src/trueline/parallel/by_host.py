@@ -9,6 +9,7 @@ after the bucket knows that what it has read was whole.
 """
 
 import concurrent.futures
+import contextlib
 import itertools
 import os
 import secrets
@@ -22,22 +23,19 @@ from typing import Any
 import msgspec
 import torch
 
-from trueline.parallel.peer_memory import PeerMemory
+from trueline.parallel.local_sums import MOST_MEMBERS, SMALL, LocalMember, LocalSums, MessagePipe
+from trueline.parallel.peer_memory import HostMemories, PeerMemory, let_siblings_read
 
 ONE_HOST = "127.0.0.1"
 CHUNK = 2 << 20
 """Numbers of a bucket that are summed as one; several are under way at once, so that the link is busy."""
-SMALL = 8 << 10
-"""Fewer numbers are not worth a shard for each member."""
 LINKS = 3
 """Parts that are between the hosts at once."""
-_PIECE = 32 << 10
-"""Numbers that are read and added at once: they stay in the cache."""
 _ROW = 255
 _MARK = torch.zeros(16, dtype=torch.uint8)
 """Of the group that this process is in; zeros: nothing here may be read."""
+_marking = threading.Lock()
 _TAGS = 1 << 28
-_LEFT = "gloo: a member on this host has left the group"
 
 
 def own_host() -> str:
@@ -51,6 +49,7 @@ class Place(msgspec.Struct, frozen=True, array_like=True):
     pid: int
     mark: bytes
     mark_at: int
+    inbox: int
 
     @property
     def memory(self) -> PeerMemory:
@@ -83,7 +82,7 @@ class HostSums:
 
     def __init__(self, group: Any, rank: int, places: Sequence[Place], hosts: list[list[int]]) -> None:
         self._group, self._rank, self._places, self._hosts = group, rank, places, hosts
-        self._memories = [place.memory for place in places]
+        self._memories = HostMemories({other: places[other].memory for host in hosts if rank in host for other in host})
         self._own = next(host for host in hosts if rank in host)
         self._mine = self._own.index(rank)
         self._others = [other for other in self._own if other != rank]
@@ -94,7 +93,6 @@ class HostSums:
             for stage, threads in (("add", 1), ("link", LINKS), ("fill", 1))
         )
         self._adding, self._linking, self._filling = adding, linking, filling
-        self._closing = threading.Lock()
 
     def sum(self, value: torch.Tensor) -> HostSum:
         """Begins the sum of `value` [any shape, contiguous, in host memory] in place.
@@ -110,9 +108,7 @@ class HostSums:
 
     def close(self) -> None:
         """Takes the mark back: nothing of this process is read for this group from now on."""
-        with self._closing:
-            if bytes(_MARK.numpy()) == self._places[self._rank].mark:
-                _MARK.zero_()
+        _withdraw(self._places[self._rank].mark)
         for stage in (self._adding, self._linking, self._filling):
             stage.shutdown(wait=False, cancel_futures=True)
 
@@ -140,7 +136,7 @@ class HostSums:
         if self._mine < len(bounds) - 1:
             own = flat[bounds[self._mine] : bounds[self._mine + 1]]
             first = bounds[self._mine] * flat.element_size()
-            self._add(own, {other: at[other] + first for other in self._others})
+            self._memories.add(own, {other: at[other] + first for other in self._others})
         return at
 
     def _sum_after(self, added: Future[dict[int, int]], flat: torch.Tensor, bounds: list[int], tag: int) -> None:
@@ -160,32 +156,8 @@ class HostSums:
         self._tell(self._others if is_owner else [], owners, tag)
         for owner, shard in shards:
             from_owner = at[owner] + bounds[shard] * flat.element_size()
-            self._fill(flat[bounds[shard] : bounds[shard + 1]], owner, from_owner)
-            self._check(owner)
+            self._memories.fill(flat[bounds[shard] : bounds[shard + 1]], owner, from_owner)
         self._tell(owners, self._others if is_owner else [], tag + 1)
-
-    def _add(self, own: torch.Tensor, at: dict[int, int]) -> None:
-        """Adds what lies at these addresses of the members on this host: piece by piece, so that a piece of `own` is
-        taken from memory and put back once. Their marks are read after all pieces."""
-        room = torch.empty(min(_PIECE, len(own)), dtype=own.dtype)
-        for start in range(0, len(own), _PIECE):
-            part = own[start : start + _PIECE]
-            theirs = room[: len(part)]
-            for other, address in at.items():
-                self._fill(theirs, other, address + start * own.element_size())
-                part += theirs
-        for other in at:
-            self._check(other)
-
-    def _fill(self, into: torch.Tensor, member: int, at: int) -> None:
-        """Reads the memory of a member, whatever lies there: `_check` tells, afterwards, whether it was whole."""
-        if not self._memories[member].fill(at, into):
-            raise RuntimeError(_LEFT)
-
-    def _check(self, member: int) -> None:
-        """Raises RuntimeError when that process has left the group."""
-        if not self._memories[member].is_marked():
-            raise RuntimeError(_LEFT)
 
     def _sum_between(self, own: torch.Tensor, members: list[int], tag: int) -> None:
         """Sums `own` over `members`, one on each host: each adds its piece in the order of the hosts."""
@@ -212,14 +184,23 @@ class HostSums:
             work.wait()
 
 
-def open_sums(group: Any, rank: int, size: int) -> HostSums | None:
-    """None where a sum over all at once is as good: on one host, with one member on each, or where the kernel refuses
-    to read a peer's memory. All members of `group` call it, and get None or not alike. Raises RuntimeError."""
-    if own_host() == ONE_HOST:
+def _withdraw(mark: bytes) -> None:
+    """Takes `mark` back, if it is still that of this process: nothing here is read for its group from now on."""
+    with _marking:
+        if bytes(_MARK.numpy()) == mark:
+            _MARK.zero_()
+
+
+def open_sums(group: Any, rank: int, size: int) -> HostSums | LocalSums | None:
+    """None where a sum over all at once is as good: with one member on each host, or where the kernel refuses to read
+    a peer's memory. All members of `group` call it, and get the same kind. Raises RuntimeError."""
+    if size < 2:
         return None
-    mark = secrets.token_bytes(16)
-    _MARK.copy_(torch.frombuffer(bytearray(mark), dtype=torch.uint8))
-    place = msgspec.msgpack.encode(Place(own_host(), os.getpid(), mark, _MARK.data_ptr()))
+    let_siblings_read()
+    mark, inbox = secrets.token_bytes(16), MessagePipe()
+    with _marking:
+        _MARK.copy_(torch.frombuffer(bytearray(mark), dtype=torch.uint8))
+    place = msgspec.msgpack.encode(Place(own_host(), os.getpid(), mark, _MARK.data_ptr(), inbox.reads))
     row = torch.frombuffer(bytearray(bytes([len(place)]) + place.ljust(_ROW, b"\0")), dtype=torch.uint8)
     rows = [torch.empty_like(row) for _ in range(size)]
     group.allgather([rows], [row]).wait()
@@ -227,10 +208,19 @@ def open_sums(group: Any, rank: int, size: int) -> HostSums | None:
     by_host: dict[str, list[int]] = {}
     for other, there in enumerate(places):
         by_host.setdefault(there.host, []).append(other)
-    if len(by_host) < 2 or max(map(len, by_host.values())) < 2:
+    if max(map(len, by_host.values())) < 2 or (len(by_host) == 1 and size > MOST_MEMBERS):
         return None
-    here = [places[other] for other in by_host[own_host()]]
-    marked = (there.memory.is_marked() for there in here)
-    unread = torch.tensor([0.0 if all(marked) else 1.0])
-    group.allreduce([unread]).wait()
-    return None if unread.item() else HostSums(group, rank, places, list(by_host.values()))
+    here = {other: places[other] for other in by_host[own_host()]}
+    sums: HostSums | LocalSums | None = None
+    if all(there.memory.is_marked() for there in here.values()):
+        if len(by_host) > 1:
+            sums = HostSums(group, rank, places, list(by_host.values()))
+        else:
+            peers = {other: LocalMember(there.memory, there.inbox) for other, there in here.items() if other != rank}
+            with contextlib.suppress(OSError):  # the kernel refuses it, or a peer is gone
+                sums = LocalSums(rank, inbox, peers, lambda: _withdraw(mark))
+    lacking = torch.tensor([0.0 if sums is not None else 1.0])
+    group.allreduce([lacking]).wait()
+    if lacking.item() and sums is not None:
+        sums.close()
+    return None if lacking.item() else sums

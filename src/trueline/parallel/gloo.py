@@ -31,6 +31,7 @@ from trueline.parallel import by_host, gloo_sockets, mesh
 from trueline.parallel.backend import Connect, Plane, Sum
 from trueline.parallel.exchange import Overtaken
 from trueline.parallel.group_sockets import GroupSockets
+from trueline.parallel.local_sums import LocalSums
 from trueline.parallel.store import PeerStore
 
 _SLICE = timedelta(milliseconds=20)
@@ -75,8 +76,8 @@ class GlooGroup:
         self._works: list[Any] = []  # operations that may be pending
         self._gloo: ProcessGroupGloo | None = None
         """The backend of torch's default group: called directly, it begins an operation in half the time."""
-        self._host_sums: by_host.HostSums | None = None
-        """Of a group whose members are on several hosts."""
+        self._host_sums: by_host.HostSums | LocalSums | None = None
+        """Sums over members that read each other's memory."""
 
     def can_sum(self, value: torch.Tensor) -> bool:
         """Whether `value` can be summed without a copy to host memory."""
@@ -229,12 +230,12 @@ class GlooGroup:
         with self._lock:
             if not self.open:
                 return 0
+            if self._host_sums is not None:
+                self._host_sums.close()  # first: a thread that finds the group broken may change a bucket
             self._broken = True
             shut = self._sockets.cut()
             self._outcomes.put(RuntimeError("it was cut"))
-            plane, host_sums = self._plane, self._host_sums
-        if host_sums is not None:
-            host_sums.close()
+            plane = self._plane
         if plane is not None:
             plane.abort()  # after `_broken` is set
         return shut
@@ -269,7 +270,7 @@ class GlooGroup:
         distributed_c10d._world.group_count = 0
 
 
-_Formed = tuple[ProcessGroupGloo, PrefixStore, Plane | None, by_host.HostSums | None]
+_Formed = tuple[ProcessGroupGloo, PrefixStore, Plane | None, by_host.HostSums | LocalSums | None]
 _Outcome = _Formed | Exception
 
 

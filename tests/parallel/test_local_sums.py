@@ -1,0 +1,161 @@
+"""Promises of sums on one host: all members get the same, and none counts what a member held that had left."""
+
+import hashlib
+import os
+import threading
+
+import pytest
+import torch
+
+from trueline.parallel import local_sums, peer_memory
+from trueline.parallel.exchange import is_collective
+from trueline.parallel.gloo import GlooGroup
+from trueline.parallel.local_sums import LocalSums
+from trueline.parallel.peer_memory import HostMemories, PeerMemory
+from trueline.parallel.store import StoreServer
+from worlds.groups import in_processes
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture
+def store(monkeypatch):
+    monkeypatch.setenv("TRUELINE_SECRET", "the-secret-of-this-job")
+    server = StoreServer()
+    yield server.address
+    server.close()
+
+
+def _form(store: str, rank: int, size: int) -> GlooGroup:
+    group = GlooGroup()
+    group.form(1, rank=rank, size=size, store=store)
+    assert isinstance(group._host_sums, LocalSums)
+    return group
+
+
+def _is_lost(group: GlooGroup, numbers: int) -> bool:
+    """Whether sums fail, this one and a later one, as errors of the group."""
+    found = []
+    for _ in range(2):
+        with pytest.raises(RuntimeError) as error:
+            group.wait_bucket(group.sum_bucket(torch.ones(numbers)))
+        found.append(is_collective(error.value))
+    group.close()
+    return all(found)
+
+
+@pytest.mark.parametrize("size", [2, 3, 5])
+def test_members_on_one_host_get_one_and_the_same_sum_and_may_leave_at_once(store, size):
+    def work(rank):
+        group, digests = _form(store, rank, size), []
+        for numbers, dtype in ((0, torch.float32), (1, torch.float32), (7, torch.float64), (100_003, torch.bfloat16),
+                               (100_003, torch.float32), (3_000_001, torch.float32)):  # fmt: skip
+            values = [torch.randn(numbers, generator=torch.Generator().manual_seed(other)) for other in range(size)]
+            mine = values[rank].to(dtype, copy=True)
+            group.wait_bucket(group.sum_bucket(mine))
+            within = 1e-5 if dtype != torch.bfloat16 else 0.1
+            torch.testing.assert_close(mine.float(), torch.stack(values).sum(0), rtol=within, atol=within)
+            digests.append(hashlib.sha256(mine.view(torch.uint8).numpy().tobytes()).hexdigest())
+        group.close()
+        return digests
+
+    first, *others = in_processes(size, work)
+    assert all(found == first for found in others)
+
+
+@pytest.mark.parametrize("prompt", [0, 1 << 30], ids=["by the waiting thread", "by the thread that begins"])
+def test_sums_that_are_begun_before_others_are_over_are_each_their_own(store, monkeypatch, prompt):
+    monkeypatch.setattr(local_sums, "PROMPT", prompt)
+
+    def work(rank):
+        group = _form(store, rank, 3)
+        for step in range(20):
+            values = [torch.full((numbers,), float(step + rank)) for numbers in (300_000, 5, 40_000, 9_000, 100_000)]
+            begun = [group.sum_bucket(value) for value in values]
+            for one in begun:
+                group.wait_bucket(one)
+            assert all(torch.equal(value, torch.full_like(value, 3.0 * step + 3.0)) for value in values)
+        group.close()
+
+    in_processes(3, work)
+
+
+@pytest.mark.parametrize("numbers", [100, 1_000_000])
+@pytest.mark.parametrize("end", ["is cut", "leaves"])
+def test_a_member_that_is_gone_fails_the_sums_of_all_others(store, numbers, end):
+    def work(rank):
+        group = _form(store, rank, 3)
+        group.wait_bucket(group.sum_bucket(torch.ones(1000)))
+        if rank != 1:
+            return _is_lost(group, numbers)
+        group.cut() if end == "is cut" else group.close()
+        return end
+
+    assert in_processes(3, work) == [True, end, True]
+
+
+@pytest.mark.parametrize("begun", [0, 1, 2])
+def test_a_member_that_dies_fails_the_sums_of_all_others_without_a_cut(store, begun):
+    def work(rank):
+        if rank == 1 and not (child := os.fork()):
+            group = _form(store, rank, 3)
+            for _ in range(begun):
+                group.sum_bucket(torch.ones(1_000_000))  # its memory is told, and gone
+            os._exit(0)
+        if rank == 1:
+            os.waitpid(child, 0)
+            return "gone"
+        group = _form(store, rank, 3)
+        return _is_lost(group, 1_000_000)
+
+    assert in_processes(3, work) == [True, "gone", True]
+
+
+def test_a_cut_ends_the_wait_for_a_member_that_stands_still(store):
+    def work(rank):
+        group = _form(store, rank, 2)
+        if rank == 1:
+            group.wait(group.sum_on_host(torch.zeros(1)))
+            return True
+        begun = group.sum_bucket(torch.ones(1_000_000))
+        cutting = threading.Thread(target=lambda: (group.wait(group.sum_on_host(torch.zeros(1))), group.cut()))
+        cutting.start()
+        with pytest.raises(RuntimeError, match="gloo: "):
+            group.wait_bucket(begun)
+        cutting.join()
+        group.close()
+        return True
+
+    assert in_processes(2, work) == [True, True]
+
+
+def test_members_whose_kernel_refuses_one_of_them_sum_over_gloo(store, monkeypatch):
+    def work(rank):
+        if rank == 1:
+            monkeypatch.setattr(peer_memory, "_read_memory", lambda *_: -1)
+        group = GlooGroup()
+        group.form(1, rank=rank, size=3, store=store)
+        value = torch.full((100_000,), float(rank))
+        group.wait_bucket(group.sum_bucket(value))
+        group.wait(group.sum_on_host(torch.zeros(1)))
+        local = group._host_sums
+        group.close()
+        return local, value[0].item()
+
+    assert in_processes(3, work) == [(None, 3.0)] * 3
+
+
+def test_what_others_hold_is_added_piece_by_piece_and_counts_only_while_their_marks_are_there(monkeypatch):
+    monkeypatch.setattr(peer_memory, "_ADDED", 100)
+    held = [torch.arange(1000.0) * factor for factor in (1, 2)]
+    memory = PeerMemory.of(held)
+    memories, own, filled = HostMemories({1: memory, 2: memory}), torch.ones(1000), torch.zeros(1000)
+    memories.add(own, {1: memory.at[0], 2: memory.at[1]})
+    memories.fill(filled, 2, memory.at[1])
+    assert torch.equal(own, 1 + 3 * torch.arange(1000.0))
+    assert torch.equal(filled, held[1])
+    PeerMemory.of(held)  # another mark, as of a member that has left: its memory may have changed meanwhile
+    with pytest.raises(RuntimeError, match="has left the group"):
+        memories.add(own, {1: memory.at[0]})
+    with pytest.raises(RuntimeError, match="has left the group"):
+        memories.fill(filled, 1, memory.at[0])
