@@ -2,6 +2,7 @@
 
 import hashlib
 import os
+import select
 import threading
 
 import pytest
@@ -78,6 +79,31 @@ def test_sums_that_are_begun_before_others_are_over_are_each_their_own(store, mo
         group.close()
 
     in_processes(3, work)
+
+
+def test_a_sum_is_over_once_all_members_have_read_what_they_need_of_this_one(store):
+    over, told = os.pipe()
+
+    def work(rank):
+        group = _form(store, rank, 2)
+        if rank == 1:
+            fill = group._host_sums._memories.fill
+
+            def fill_late(*given):
+                assert not select.select([over], [], [], 0.3)[0]  # the owner still waits
+                fill(*given)
+
+            group._host_sums._memories.fill = fill_late
+        value = torch.full((20_000,), rank + 1.0)
+        group.wait_bucket(group.sum_bucket(value))
+        if rank == 0:
+            os.write(told, b".")
+            value.fill_(torch.nan)
+        group.wait(group.sum_on_host(torch.zeros(1)))
+        group.close()
+        return rank == 0 or bool((value == 3.0).all())
+
+    assert in_processes(2, work) == [True, True]
 
 
 @pytest.mark.parametrize("numbers", [100, 1_000_000])
