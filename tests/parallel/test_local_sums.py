@@ -8,7 +8,7 @@ import threading
 import pytest
 import torch
 
-from trueline.parallel import local_sums, peer_memory
+from trueline.parallel import gloo_sockets, local_sums, peer_memory
 from trueline.parallel.exchange import is_collective
 from trueline.parallel.gloo import GlooGroup
 from trueline.parallel.local_sums import LocalSums
@@ -153,6 +153,18 @@ def test_a_cut_ends_the_wait_for_a_member_that_stands_still(store):
         return True
 
     assert in_processes(2, work) == [True, True]
+
+
+def test_members_whose_gloo_connects_by_itself_find_each_others_memory_too(store, monkeypatch):
+    monkeypatch.setattr(gloo_sockets, "find_lack", lambda: "no socket filters")
+
+    def work(rank):
+        group, value = _form(store, rank, 3), torch.full((100_000,), float(rank))
+        group.wait_bucket(group.sum_bucket(value))
+        group.close()
+        return value[0].item()
+
+    assert in_processes(3, work) == [3.0] * 3
 
 
 def test_members_whose_kernel_refuses_one_of_them_sum_over_gloo(store, monkeypatch):

@@ -42,6 +42,10 @@ def own_host() -> str:
     return os.environ.get("TRUELINE_HOST", ONE_HOST)
 
 
+Exchange = Callable[[bytes], dict[int, bytes]]
+"""Sends bytes to all other members; returns theirs by rank."""
+
+
 class Place(msgspec.Struct, frozen=True, array_like=True):
     """Where a member is, as it tells the others."""
 
@@ -80,8 +84,10 @@ class HostSum:
 class HostSums:
     """Sums of one group. `hosts`: the ranks on each, in the same order in all members."""
 
-    def __init__(self, group: Any, rank: int, places: Sequence[Place], hosts: list[list[int]]) -> None:
-        self._group, self._rank, self._places, self._hosts = group, rank, places, hosts
+    def __init__(self, rank: int, places: Sequence[Place], hosts: list[list[int]]) -> None:
+        self._rank, self._places, self._hosts = rank, places, hosts
+        self.group: Any = None
+        """Of gloo, set before the first sum: it sends between the hosts, and messages inside them."""
         self._memories = HostMemories({other: places[other].memory for host in hosts if rank in host for other in host})
         self._own = next(host for host in hosts if rank in host)
         self._mine = self._own.index(rank)
@@ -178,8 +184,8 @@ class HostSums:
         return {member: int(received) for member, received in words.items()}
 
     def _exchange(self, sent: dict[int, torch.Tensor], received: dict[int, torch.Tensor], tag: int) -> None:
-        works = [self._group.recv([tensor], member, tag) for member, tensor in received.items() if len(tensor)]
-        works += [self._group.send([tensor], member, tag) for member, tensor in sent.items() if len(tensor)]
+        works = [self.group.recv([tensor], member, tag) for member, tensor in received.items() if len(tensor)]
+        works += [self.group.send([tensor], member, tag) for member, tensor in sent.items() if len(tensor)]
         for work in works:
             work.wait()
 
@@ -191,9 +197,18 @@ def _withdraw(mark: bytes) -> None:
             _MARK.zero_()
 
 
-def open_sums(group: Any, rank: int, size: int) -> HostSums | LocalSums | None:
+def gather(group: Any, rank: int, size: int, row: bytes) -> dict[int, bytes]:
+    """An `Exchange` over `group`, where the members have no connections of their own."""
+    own = torch.frombuffer(bytearray(row), dtype=torch.uint8)
+    rows = [torch.empty_like(own) for _ in range(size)]
+    group.allgather([rows], [own]).wait()
+    return {other: bytes(found.numpy()) for other, found in enumerate(rows) if other != rank}
+
+
+def open_sums(exchange: Exchange, rank: int, size: int) -> HostSums | LocalSums | None:
     """None where a sum over all at once is as good: with one member on each host, or where the kernel refuses to read
-    a peer's memory. All members of `group` call it, and get the same kind. Raises RuntimeError."""
+    a peer's memory. All members call it, and get the same kind. `exchange` may raise RuntimeError or OSError.
+    """
     if size < 2:
         return None
     let_siblings_read()
@@ -201,10 +216,9 @@ def open_sums(group: Any, rank: int, size: int) -> HostSums | LocalSums | None:
     with _marking:
         _MARK.copy_(torch.frombuffer(bytearray(mark), dtype=torch.uint8))
     place = msgspec.msgpack.encode(Place(own_host(), os.getpid(), mark, _MARK.data_ptr(), inbox.reads))
-    row = torch.frombuffer(bytearray(bytes([len(place)]) + place.ljust(_ROW, b"\0")), dtype=torch.uint8)
-    rows = [torch.empty_like(row) for _ in range(size)]
-    group.allgather([rows], [row]).wait()
-    places = [msgspec.msgpack.decode(bytes(other[1 : 1 + int(other[0])].numpy()), type=Place) for other in rows]
+    own = (bytes([len(place)]) + place).ljust(_ROW + 1, b"\0")
+    rows = exchange(own) | {rank: own}
+    places = [msgspec.msgpack.decode(row[1 : 1 + row[0]], type=Place) for _, row in sorted(rows.items())]
     by_host: dict[str, list[int]] = {}
     for other, there in enumerate(places):
         by_host.setdefault(there.host, []).append(other)
@@ -214,13 +228,13 @@ def open_sums(group: Any, rank: int, size: int) -> HostSums | LocalSums | None:
     sums: HostSums | LocalSums | None = None
     if all(there.memory.is_marked() for there in here.values()):
         if len(by_host) > 1:
-            sums = HostSums(group, rank, places, list(by_host.values()))
+            sums = HostSums(rank, places, list(by_host.values()))
         else:
             peers = {other: LocalMember(there.memory, there.inbox) for other, there in here.items() if other != rank}
             with contextlib.suppress(OSError):  # the kernel refuses it, or a peer is gone
                 sums = LocalSums(rank, inbox, peers, lambda: _withdraw(mark))
-    lacking = torch.tensor([0.0 if sums is not None else 1.0])
-    group.allreduce([lacking]).wait()
-    if lacking.item() and sums is not None:
+    able = [row[0] for row in exchange(bytes([sums is not None])).values()]
+    if sums is not None and not all(able):
         sums.close()
-    return None if lacking.item() else sums
+        return None
+    return sums

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import functools
 import os
 import queue
 import threading
@@ -296,12 +297,19 @@ def _connect_members(
             events.emit("gloo.unproven", why=lack)
             with sockets.watch():
                 group = ProcessGroupGloo(named, rank, size, timeout=patience)
+            sums = (
+                None if connect else by_host.open_sums(functools.partial(by_host.gather, group, rank, size), rank, size)
+            )
         else:
             links = mesh.meet(peers, generation, rank, size, patience.total_seconds(), sockets.add)
+            over = functools.partial(mesh.exchange, links, patience.total_seconds())
+            sums = None if connect else by_host.open_sums(over, rank, size)
             group = gloo_sockets.form(links, rank, size, patience)
+        if isinstance(sums, by_host.HostSums):
+            sums.group = group
         group._set_default_timeout(timedelta(seconds=RUN_TIMEOUT_S))
         if connect is None:
-            return group, named, None, by_host.open_sums(group, rank, size)
+            return group, named, None, sums
         try:  # if a peer dies meanwhile, a cut ends the wait for this
             with sockets.watch():
                 plane = connect(PrefixStore("plane", peers), rank, size, timedelta(seconds=START_TIMEOUT_S))

@@ -47,6 +47,23 @@ def meet(
     return links
 
 
+def exchange(links: dict[int, socket.socket], patience_s: float, row: bytes) -> dict[int, bytes]:
+    """Sends `row` over each link; returns what the peers sent, by rank. All rows have one length.
+
+    Raises OSError when a peer is gone or sends nothing within `patience_s`.
+    """
+    found = {}
+    for link in links.values():
+        link.settimeout(patience_s)
+        link.sendall(row)
+    for rank, link in links.items():
+        found[rank] = link.recv(len(row), socket.MSG_WAITALL)
+        if len(found[rank]) < len(row):
+            raise ConnectionError(f"rank {rank} has left while the group forms")
+        link.settimeout(None)
+    return found
+
+
 class _Arrivals:
     """The connections that members of higher rank have made to this one."""
 
