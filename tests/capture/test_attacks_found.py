@@ -43,6 +43,7 @@ def source_of(*names: str) -> str:
     return grammar.source(grammar.Sketch(grammar.SHAPES[chosen[0].start] or "D", chosen, sizes=1))
 
 
+@pytest.mark.jobs
 @pytest.mark.parametrize("why", few(TOGETHER, 1))
 def test_what_was_wrong_together_is_right(why: str) -> None:
     record = attempt(source_of(*TOGETHER[why]))

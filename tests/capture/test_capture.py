@@ -173,6 +173,7 @@ def test_a_model_with_a_memory_is_refused(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.jobs
 @pytest.mark.slow
 def test_a_format_that_cannot_be_had_is_an_error_only_for_who_asked_for_it(tmp_path: Path) -> None:
     with pytest.raises(NotProven, match=r"onnx program of 'digits' is not proven: .*linalg_eig") as refused:
@@ -282,6 +283,7 @@ def test_usage_is_checked_before_anything_is_loaded(tmp_path: Path) -> None:
         capture(broken, None, tmp_path / "b")
 
 
+@pytest.mark.jobs
 @pytest.mark.slow
 def test_capturing_again_replaces_the_bundle_when_asked(tmp_path: Path) -> None:
     first = capture(recipe(Mlp), None, tmp_path / "b", formats=["torch_export"])

@@ -94,6 +94,7 @@ def captured(model: Any, out: Path, **blanks: Any) -> Bundle:
     return open_bundle(out)
 
 
+@pytest.mark.jobs
 def test_a_length_that_a_guard_leaves_out_is_claimed_when_the_values_agree(tmp_path: Path) -> None:
     bundle = captured(Hole, tmp_path / "b")
     assert bundle.signature.guards == ()
@@ -109,12 +110,14 @@ def test_a_length_at_which_the_values_differ_is_refused_in_the_words_of_the_guar
         open_program(bundle).run({"x": np.ones((1, 7, 4), np.float32)})
 
 
+@pytest.mark.jobs
 def test_the_range_ends_where_the_model_itself_does(tmp_path: Path) -> None:
     bundle = captured(Positions, tmp_path / "b")
     assert bundle.signature.dims["length"] == Dim(min=1, max=10)
     assert [golden.case for golden in bundle.golden()] == ["batch-1", "batch-2", "batch-5", "length-1"]
 
 
+@pytest.mark.jobs
 def test_lengths_are_free_when_the_examples_that_are_yielded_differ_in_them(tmp_path: Path) -> None:
     def examples() -> Iterator[Tensor]:
         yield torch.randn(3, 5, 4)
@@ -204,6 +207,7 @@ def test_verify_proves_a_bundle_again_and_a_recipe_of_another_model_fails_it(tmp
         verify(bundle, checkpoint=tmp_path)
 
 
+@pytest.mark.jobs
 def test_verify_opens_machine_code_only_for_who_trusts_its_maker(tmp_path: Path) -> None:
     made = captured(Hole, tmp_path / "made")
     (own,) = made.manifest.programs

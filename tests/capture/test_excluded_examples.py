@@ -108,6 +108,7 @@ def test_a_number_that_is_made_of_all_sizes_stays_a_function_of_them(tmp_path: P
     assert [guard.text for guard in bundle.signature.guards] == ["4 * length * batch < 3000"]
 
 
+@pytest.mark.jobs
 def test_a_program_of_few_sizes_gives_way_to_torchscript_that_takes_all_examples(tmp_path: Path) -> None:
     model = Bucketed()
     bundle, made = captured(model, tmp_path / "b", (3, 5, 4), (2, 40, 4))
@@ -134,6 +135,7 @@ class Scaled(nn.Module):
         return x * scale[..., None]
 
 
+@pytest.mark.jobs
 def test_an_example_with_one_row_for_all_records_is_left_out_with_a_warning(tmp_path: Path) -> None:
     """torch.export takes the rows of both inputs for one size."""
 

@@ -172,6 +172,7 @@ class Attends(nn.Module):
         return answer
 
 
+@pytest.mark.jobs
 @pytest.mark.slow
 @pytest.mark.usefixtures("as_exported")
 def test_an_encoder_keeps_its_onnx_program_and_every_other_part_of_the_line_knows_the_condition(tmp_path: Path) -> None:
@@ -249,6 +250,7 @@ def test_a_row_that_an_added_mask_hides_whole_is_zero_in_onnx_too(tmp_path: Path
     np.testing.assert_allclose(answer, wanted, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.jobs
 @pytest.mark.slow
 @pytest.mark.usefixtures("as_exported")
 def test_a_hidden_row_in_the_users_own_example_refuses_the_program(tmp_path: Path) -> None:

@@ -72,6 +72,7 @@ def test_without_the_option_it_is_refused_with_the_operator_the_line_and_the_opt
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.jobs
 def test_what_draws_alike_from_the_same_seeds_is_proven_one_by_one_marked_and_replayed_as_random(
     tmp_path: Path,
 ) -> None:
@@ -93,6 +94,7 @@ def test_what_draws_alike_from_the_same_seeds_is_proven_one_by_one_marked_and_re
     assert not np.array_equal(session.run({"x": x})["output"], session.run({"x": x})["output"])
 
 
+@pytest.mark.jobs
 def test_what_draws_in_another_order_is_proven_by_its_distribution(tmp_path: Path) -> None:
     captured = capture(recipe(Backwards), None, tmp_path / "b", formats=["torch_export"], allow_random=True)
     assert "compared statistically (statistical: 100 draws of each" in captured.programs[0].how
@@ -100,6 +102,7 @@ def test_what_draws_in_another_order_is_proven_by_its_distribution(tmp_path: Pat
     assert any(one.tolerance.startswith("statistical: 100 draws of each") for one in compared)
 
 
+@pytest.mark.jobs
 def test_a_program_that_left_the_dice_out_is_refused_in_words(tmp_path: Path) -> None:
     with pytest.raises(NotProven, match=r"drawn from another distribution: its (mean|spread) differs"):
         capture(recipe(HalfExported), None, tmp_path / "b", formats=["torch_export"], allow_random=True)

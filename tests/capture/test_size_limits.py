@@ -252,6 +252,7 @@ class Cancels(nn.Module):
         return nn.functional.tanhshrink(x * 0.01)
 
 
+@pytest.mark.jobs
 def test_what_rounding_does_to_a_model_ends_no_claim_at_far_sizes(tmp_path: Path) -> None:
     assert captured(Cancels, tmp_path / "b").signature.dims["batch"] == Dim()
 
@@ -277,6 +278,7 @@ class Both(nn.Module):
         return torch.stack([row * 2 if i * len(row) < 12_000 else row for i, row in enumerate(x)])
 
 
+@pytest.mark.jobs
 def test_a_guard_that_fails_only_at_some_large_sizes_is_kept(tmp_path: Path) -> None:
     signature = captured(Remainder, tmp_path / "b", lengths=True).signature
     allowed = [signature.allows({"batch": 1, "length": length}) for length in (349, 350, 356, 357, 1050, 9000)]
@@ -365,6 +367,7 @@ class Half(nn.Module):
         return x[:, : round(x.shape[1] * 0.5)].sum(1)
 
 
+@pytest.mark.jobs
 def test_a_rounded_share_of_a_size_is_proven_in_both_formats_without_a_bound(tmp_path: Path) -> None:
     bundle = captured(Half, tmp_path / "b", lengths=True)
     assert bundle.signature.dims["length"] == Dim()
@@ -414,6 +417,7 @@ def ids_of(length: int) -> Tensor:
     return torch.arange(3 * length).reshape(3, length) % 3
 
 
+@pytest.mark.jobs
 @pytest.mark.parametrize(("model", "make"), few([(Shown, mask_of), (Words, ids_of)], 1))
 def test_a_length_ends_where_positions_that_values_count_do_when_all_of_it_is_shown(
     model: type[nn.Module], make: Any, tmp_path: Path
@@ -434,6 +438,7 @@ class Picks(nn.Module):
         return boxes.gather(1, best.unsqueeze(-1).expand(-1, -1, 4))
 
 
+@pytest.mark.jobs
 def test_sizes_that_have_to_be_equal_are_claimed_as_equal(tmp_path: Path) -> None:
     torch.manual_seed(0)
     batches = [{"boxes": torch.randn(3, n, 4), "scores": torch.randn(3, n, 2)} for n in (6, 9)]
@@ -461,6 +466,7 @@ class Resized(nn.Module):
         return x + table
 
 
+@pytest.mark.jobs
 def test_where_the_first_example_takes_a_special_way_the_program_is_traced_at_another(tmp_path: Path) -> None:
     torch.manual_seed(0)
     batches = [torch.randn(3, n, 4) for n in (8, 12)]

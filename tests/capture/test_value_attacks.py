@@ -70,6 +70,7 @@ def difference(want: Any, got: Any) -> str:
         return "" if (np.abs(want[finite] - got[finite]) <= 1e-3 * scale + 1e-30).all() else "numbers"
 
 
+@pytest.mark.jobs
 @pytest.mark.parametrize("attack", few(value_models.ATTACKS, 5))
 def test_what_the_claim_lets_through_is_answered_as_the_model_answers(attack: str, tmp_path: Path) -> None:
     make, example = value_models.ATTACKS[attack]
@@ -115,6 +116,7 @@ class Tails(torch.nn.Module):
         return TAILS[self.name](x)
 
 
+@pytest.mark.jobs
 @pytest.mark.parametrize("name", few(TAILS, 1))
 def test_sums_over_the_tails_of_sigmoids_are_as_exact_as_the_model(name: str, tmp_path: Path) -> None:
     """Random values of both signs never bring 64 features into their tails at once, so the proof saw none of them."""

@@ -319,6 +319,7 @@ def test_a_pace_tells_epoch_and_records_a_second_of_the_last_seconds() -> None:
     assert pace.extend("worker.lost", {"worker": "w"}) == {"worker": "w"}
 
 
+@pytest.mark.jobs
 @pytest.mark.slow
 def test_register_and_inspect_work_on_a_bundle_and_on_a_registered_model(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, new_registry: Callable[[Path], str]

@@ -33,6 +33,7 @@ def ruined(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return compressible.seal(made.module, out, made.bundle.manifest.lineage.recipe_digest).path
 
 
+@pytest.mark.jobs
 def test_a_ruined_program_chosen_by_hand_names_what_it_lost_and_the_layers_to_blame(
     ruined: Path, tmp_path: Path
 ) -> None:

@@ -118,6 +118,7 @@ def test_a_candidate_that_lacked_a_package_is_tried_again_and_others_are_not(
     assert tried == ["openvino:mixed"]
 
 
+@pytest.mark.jobs
 def test_after_a_search_that_sealed_its_bundle_everything_is_tried_again(
     trained: compressible.Compressible, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -146,6 +147,7 @@ def test_rows_of_another_release_are_tried_again(tmp_path: Path) -> None:
     assert [row.name for row in searching.read_rows(rows)] == ["dynamic:u8"]
 
 
+@pytest.mark.jobs
 def test_candidates_that_were_judged_by_other_records_do_not_count(
     trained: compressible.Compressible, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -21,6 +21,7 @@ def few_trials(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(refine, "TRIALS", 4)
 
 
+@pytest.mark.jobs
 def test_an_accuracy_that_falls_to_chance_names_the_layers_to_blame_and_leaves_them_out(tmp_path: Path) -> None:
     made = compressible.make(tmp_path)
     first, second = made.module[0], made.module[2]

@@ -54,6 +54,7 @@ class _Endless(nn.Module):
         return x * 2
 
 
+@pytest.mark.jobs
 def test_a_whole_that_is_torchs_own_container_is_a_row_as_any_other() -> None:
     model = nn.Sequential(_Root()).eval()  # annotations of its file name what the file never imports
     rows = survey(model, calls_of(EagerSession(model, torch.randn(3, 4))), onnx=None, base=TESTS).rows
@@ -115,6 +116,7 @@ def test_a_class_without_a_file_is_named_with_the_advice_to_put_it_into_one() ->
     assert row.why_not == "Typed is not in a file (<string>): move it into a module, where it can be rewritten"
 
 
+@pytest.mark.jobs
 def test_a_number_taken_out_of_a_tensor_stays_a_tensor() -> None:
     row = whole(models.Number(), torch.randn(3, 4))
     assert row.status == "rewritten"
@@ -169,6 +171,7 @@ def test_a_size_that_python_makes_a_number_of_stays_free(monkeypatch: pytest.Mon
     assert "+        steps = x.shape[1]" in row.rewrite.diff
 
 
+@pytest.mark.jobs
 def test_a_while_on_a_value_becomes_a_while_loop() -> None:
     row = whole(models.Halve(), torch.randn(3, 4))
     assert row.status == "rewritten"
@@ -204,6 +207,7 @@ def test_a_counter_becomes_a_buffer_and_is_proven_over_calls_in_a_row() -> None:
     assert "with its state explicit (calls)" in text(Diagnosis(recipe="m", rows=(row,), before=None))
 
 
+@pytest.mark.jobs
 def test_what_a_model_keeps_in_several_attributes_becomes_buffers_and_nothing_is_dropped() -> None:
     found = examined(models.Remembered(), torch.randn(3, 4))
     row = found.rows["(model)"]
@@ -230,6 +234,7 @@ def test_a_state_in_buffers_is_ready_and_says_how_it_is_captured() -> None:
     assert "(total): capture it with --state explicit" in row.why_not
 
 
+@pytest.mark.jobs
 def test_the_whole_is_examined_with_the_state_of_a_rewritten_part() -> None:
     found = examined(models.Halves(), torch.randn(3, 4))
     assert {path: row.status for path, row in found.rows.items()} == {
@@ -251,6 +256,7 @@ def test_a_rewrite_that_forgets_between_calls_is_not_taken_for_proven() -> None:
     assert "differs" in examine(patch_module(model, {models.__file__: wrong}), oracle).reason
 
 
+@pytest.mark.jobs
 def test_a_loop_in_a_decorated_function_of_the_file_is_rewritten_there() -> None:
     found = examined(models.Decorated(), torch.randn(3, 5, 4), dynamic=(1,))
     row = found.rows["(model)"]

@@ -64,6 +64,7 @@ def test_what_passes_alone_is_named_as_flaky_and_forgiven(
     assert "test_it.py::test_flaky" in told
 
 
+@pytest.mark.jobs
 def test_a_test_that_is_deselected_by_default_is_run_again_too(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -57,6 +57,7 @@ def test_the_rendezvous_store_listens_on_the_loopback_alone():
     store.close()
 
 
+@pytest.mark.jobs
 def test_a_member_whose_group_failed_to_form_meets_one_that_never_failed(monkeypatch):
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     monkeypatch.setattr("trueline.parallel.gloo.FORM_TIMEOUT_S", 0.05)
@@ -76,6 +77,7 @@ def test_a_member_whose_group_failed_to_form_meets_one_that_never_failed(monkeyp
     store.close()
 
 
+@pytest.mark.jobs
 def test_where_the_system_has_no_socket_filters_gloo_connects_by_itself_and_it_is_said(monkeypatch):
     monkeypatch.setattr("trueline.parallel.gloo.FORM_TIMEOUT_S", 30.0)
     monkeypatch.setattr("trueline.parallel.gloo_sockets.find_lack", lambda: "no socket filters")

@@ -86,6 +86,7 @@ def trained(folder, rows):
 ROWS = torch.randn(len(KNOWN), 4, generator=torch.Generator().manual_seed(2)) * 3
 
 
+@pytest.mark.jobs
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "bound"), [pytest.param("float16", 2.0**-11, marks=pytest.mark.long), ("int8", 1 / 127)]

@@ -437,6 +437,7 @@ def test_a_server_needs_no_torch() -> None:
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
+@pytest.mark.jobs
 def test_a_long_log_becomes_a_snapshot(servers: World) -> None:
     """Twelve pushes of 24 MB."""
     client = servers.client(servers.begin(1))

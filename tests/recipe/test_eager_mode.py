@@ -66,6 +66,7 @@ def test_evaluate_measures_what_is_served(each: bool, tmp_path: Path) -> None:
     assert found.loss == pytest.approx(float(trained_answer().mean()), abs=1e-5)
 
 
+@pytest.mark.jobs
 @pytest.mark.slow
 def test_capture_says_where_a_plain_call_answers_otherwise_and_replays_the_trained_mode(tmp_path: Path) -> None:
     recipe = untrained(Pooled, name="encoder", examples=lambda: {"src": SRC, "hidden": HIDDEN})

@@ -51,6 +51,7 @@ def test_the_recipe_that_init_writes_learns_as_it_is(tmp_path: Path, digits: boo
     assert accuracy_after(path, epochs=5) > 0.9
 
 
+@pytest.mark.jobs
 @pytest.mark.parametrize(("name", "epochs", "least"), [("tabular", 15, 0.55), ("text", 4, 0.9), ("images", 12, 0.9)])
 def test_each_template_learns_as_it_is(tmp_path: Path, name: str, epochs: int, least: float) -> None:
     written = template.write_template("mine", tmp_path, name)

@@ -299,6 +299,7 @@ def test_processes_that_register_at_once_all_get_a_version_of_their_own(tmp_path
         assert resolve(one.uri, tracking_uri=uri(tmp_path)).digest == found[0].digest
 
 
+@pytest.mark.jobs
 @pytest.mark.line
 def test_a_server_stores_the_bundle_and_hands_it_out_into_the_cache(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

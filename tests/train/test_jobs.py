@@ -176,6 +176,7 @@ def kill_master(tmp_path):
     return lambda _: os.kill(json.loads((tmp_path / "job" / "master.json").read_text())["pid"], signal.SIGKILL)
 
 
+@pytest.mark.jobs
 def test_the_masters_death_costs_no_step_and_no_worker(tmp_path, gate):
     heard = Heard().at("step.applied", kill_master(tmp_path), lambda fields: fields["step"] >= 10)
     heard.at("step.applied", gate, lambda _: heard.of("master.lost") != [])

@@ -35,6 +35,7 @@ def quantized() -> nn.Module:
     return quantize(nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4)), {nn.Linear})
 
 
+@pytest.mark.jobs
 def test_a_model_after_quantize_dynamic_is_proven_as_it_is(tmp_path: Path) -> None:
     done = capture(untrained(quantized, name="packed", examples=lambda: torch.randn(4, 8)), None, tmp_path / "b")
     assert [one.verdict for one in done.programs] == ["proven", "proven"]

@@ -163,6 +163,7 @@ def test_layers_that_take_their_size_from_the_first_call_are_no_state(tmp_path: 
     assert answer.shape == (2, 6)
 
 
+@pytest.mark.jobs
 def test_state_is_lifted_to_inputs_and_outputs_and_every_format_follows_the_model(tmp_path: Path) -> None:
     model = Mean()
     captured = capture(recipe(lambda: model), None, tmp_path / "b", formats=["onnx", "torch_export"], state="explicit")
@@ -291,6 +292,7 @@ def test_what_a_sequence_asks_is_not_asked_alone_unless_the_state_changes_with_i
     assert not any(map(stateful.covering(plain), everything))
 
 
+@pytest.mark.jobs
 def test_a_state_that_grows_begins_empty_and_every_format_follows_the_model(tmp_path: Path) -> None:
     model = Growing()
     formats = ["onnx", "torch_export", "torchscript"]

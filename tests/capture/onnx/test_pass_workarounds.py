@@ -27,6 +27,7 @@ class Checks(nn.Module):
         return x * 2, x > 0, x.long()
 
 
+@pytest.mark.jobs
 @pytest.mark.parametrize("format", ["onnx", "torch_export"])
 def test_a_value_that_a_check_refuses_is_refused_and_all_others_are_answered(format: str, tmp_path: Path) -> None:
     example = torch.randn(3, 4)

@@ -77,6 +77,7 @@ def test_the_smallest_whole_number_is_divided_by_minus_one_as_in_torch_and_ends_
         np.testing.assert_array_equal(found, wanted.numpy())
 
 
+@pytest.mark.jobs
 def test_whole_numbers_that_double_cannot_hold_are_divided_exactly() -> None:
     def parts(x: Tensor) -> Sequence[Tensor]:
         numbers = x.round().to(torch.int64) * 2**40 + 1

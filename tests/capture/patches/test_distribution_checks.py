@@ -43,6 +43,7 @@ def spreads() -> Iterator[tuple[Tensor, Tensor]]:
     yield torch.randn(4, 5), torch.rand(4, 5) + 0.1
 
 
+@pytest.mark.jobs
 def test_a_scale_that_the_model_refuses_is_outside_of_the_claim(tmp_path: Path) -> None:
     capture(recipes.untrained(lambda: Spread().eval(), examples=spreads), None, tmp_path / "b")
     bundle = open_bundle(tmp_path / "b")
@@ -57,6 +58,7 @@ def test_a_scale_that_the_model_refuses_is_outside_of_the_claim(tmp_path: Path) 
                 session.run({"x": x, "scale": scale})
 
 
+@pytest.mark.jobs
 def test_a_mixture_is_a_graph_without_a_rewrite(tmp_path: Path) -> None:
     model = Mixture().eval()
     capture(recipes.untrained(lambda: model, examples=lambda: iter([torch.randn(4, 5)])), None, tmp_path / "b")

@@ -96,7 +96,7 @@ def observed(module: nn.Module) -> EagerSession:
 @pytest.mark.parametrize(
     "module",
     [
-        States(),
+        pytest.param(States(), marks=pytest.mark.jobs),
         *(pytest.param(each, marks=pytest.mark.long) for each in (Outputs(), AsLong(), Projected(), Outputs(nn.RNN))),
     ],
     ids=["lstm", "gru", "as-long", "projected", "rnn"],
@@ -116,6 +116,7 @@ def test_a_packed_layer_is_proven_in_both_formats_for_every_length(tmp_path: Pat
         assert sum(one.verdict == "agrees" for one in proof.evidence) >= 15
 
 
+@pytest.mark.jobs
 def test_an_export_that_ends_at_a_branch_leaves_no_mode_behind() -> None:
     eager = observed(Branch())
     with pytest.raises(CaptureError, match="data-dependent"):

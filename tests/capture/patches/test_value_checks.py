@@ -35,6 +35,7 @@ def sequences() -> Iterator[tuple[Tensor, Tensor]]:
         yield torch.randn(batch, length), torch.randint(1, length + 1, (batch,))
 
 
+@pytest.mark.jobs
 @pytest.mark.slow
 def test_a_program_refuses_the_values_that_a_check_of_the_model_refuses(tmp_path: Path) -> None:
     capture(recipes.untrained(lambda: Masked().eval(), examples=sequences), None, tmp_path / "b")

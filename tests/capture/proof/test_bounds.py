@@ -143,6 +143,7 @@ def test_what_only_rounds_otherwise_is_proven(what: str) -> None:
     assert proof(Model(eager), x, right).reason == ""
 
 
+@pytest.mark.jobs
 def test_a_chaotic_column_hides_no_wrong_one_beside_it_and_has_to_be_what_eager_answers() -> None:
     def model(x: Tensor) -> Tensor:
         return torch.cat([torch.sin(x[:, :2] * 2**20), torch.sigmoid(x[:, 2:])], -1)

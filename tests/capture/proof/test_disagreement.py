@@ -95,6 +95,7 @@ def test_the_refusal_names_the_frozen_submodule_its_class_and_where_that_is_defi
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.jobs
 def test_evidence_and_lineage_name_it_without_a_path_of_this_machine(tmp_path: Path) -> None:
     torch.manual_seed(0)
     subject = sealing.Subject(module=(model := Chain(Frozen()).eval()), eager=oracle(model), data={})

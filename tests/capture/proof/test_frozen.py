@@ -240,7 +240,7 @@ class AddsUpInSinglePrecision(nn.Module):
         return x * (2 if x.sum().item().hex().endswith("0p+5") else 1)
 
 
-@pytest.mark.parametrize("kind", few([AddsUpInSinglePrecision, AddsUp, AddsUpUnlessTraced], 2, pytest.mark.jobs))
+@pytest.mark.parametrize("kind", few([AddsUpInSinglePrecision, AddsUp, AddsUpUnlessTraced], 1, pytest.mark.jobs))
 def test_a_range_of_values_hides_no_branch_that_more_values_of_it_take(kind: type[nn.Module], tmp_path: Path) -> None:
     with pytest.raises(NotProven, match=rf"{Path(__file__).name}:\d+: .*(sum|large)\("):
         capture(untrained(kind, examples=lambda: torch.randn(3, 4)), None, tmp_path / "b")
@@ -381,7 +381,7 @@ class ChoosesExperts(nn.Module):
 @pytest.mark.parametrize(
     ("kind", "example"),
     [
-        (Packs, (torch.randn(3, 5, 4), torch.tensor([5, 2, 4]))),
+        pytest.param(Packs, (torch.randn(3, 5, 4), torch.tensor([5, 2, 4])), marks=pytest.mark.jobs),
         pytest.param(PacksByAList, (torch.randn(3, 5, 4), torch.tensor([5, 2, 4])), marks=pytest.mark.jobs),
         pytest.param(PacksInACall, (torch.randn(3, 5, 4), torch.tensor([5, 2, 4])), marks=pytest.mark.jobs),
         (EndsInNumpy, torch.randn(6, 4)),

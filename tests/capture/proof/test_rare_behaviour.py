@@ -223,6 +223,7 @@ def test_what_a_model_held_before_it_was_asked_is_put_back_after_a_look() -> Non
     assert recall.find_changed() == ("notes.first",)
 
 
+@pytest.mark.jobs
 def test_a_model_that_counts_and_answers_the_same_is_captured(tmp_path: Path) -> None:
     x = np.ones((1, 4), np.float32)
     assert (open_program(captured(Keeps, tmp_path / "b")).run({"x": x})["output"] == 2).all()

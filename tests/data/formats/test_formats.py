@@ -204,6 +204,7 @@ def test_records_across_the_borders_of_the_pieces_of_a_scan_are_found(
         assert lines.find_marks(LocalFile.at(path), quoted=True).tolist() == whole
 
 
+@pytest.mark.jobs
 @pytest.mark.parametrize(
     ("name", "text", "words"),
     [

@@ -91,8 +91,7 @@ def examined(model: nn.Module) -> Survey:
     [
         (Reduced, "is a loop"),
         (First, "takes all of its steps, masked"),
-        (Nested, "is one loop"),
-        *few([(Smoothed, "is a loop")], 0, pytest.mark.jobs),
+        *few([(Nested, "is one loop"), (Smoothed, "is a loop")], 0, pytest.mark.jobs),
         *few([(Begun, "is a loop"), *((kind, "takes all of its steps, masked") for kind in (Deep, Halving))], 0),
     ],
 )

@@ -225,7 +225,7 @@ R = T[:, 0].contiguous()
         *few([(Cleared(), (T, LENGTHS), (T[:2, :4], LENGTHS[:2]))], 0, pytest.mark.jobs),
         (SetMeans(), (R, torch.tensor([0, 2, 2])), (-R[:1], torch.tensor([1]))),
         (Flat(), (R,), (torch.full((2, 4), 7.0),)),
-        (NumberedPieces(), (T,), (T[:2, :4],)),
+        *few([(NumberedPieces(), (T,), (T[:2, :4],))], 0, pytest.mark.jobs),
         *few(
             [
                 (AboveMean(), (R,), (torch.ones(2, 4),)),

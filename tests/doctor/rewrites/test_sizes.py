@@ -73,6 +73,7 @@ def surveyed(model: nn.Module, *inputs: Tensor) -> Survey:
     return survey(model, calls_of(eager_of(model, *inputs)), onnx=None, base=Path(__file__).parent)
 
 
+@pytest.mark.jobs
 @pytest.mark.parametrize(
     ("model", "example", "fresh"),
     [
@@ -98,6 +99,7 @@ def test_a_length_is_not_left_out_where_what_lies_beyond_counts() -> None:
     assert not any(WHOLE in text for text in found.texts.values())
 
 
+@pytest.mark.jobs
 def test_a_length_is_not_left_out_where_every_call_has_the_whole_one() -> None:
     """No call shows what the edit changes."""
     model = CutToTheLongest()
@@ -107,6 +109,7 @@ def test_a_length_is_not_left_out_where_every_call_has_the_whole_one() -> None:
     assert not any(WHOLE in text for text in found.texts.values())
 
 
+@pytest.mark.jobs
 def test_a_model_that_capture_refuses_is_not_called_ready() -> None:
     calls = calls_of(eager_of(WholePeriods(), T))
     why = "capture's program leaves out an example"
@@ -123,6 +126,7 @@ class Filled(nn.Module):
         return F.pad(x, (0, 0, 0, -n % 4)).cumsum(1)[:, :n]
 
 
+@pytest.mark.jobs
 @pytest.mark.parametrize(("kind", "why"), [(WholePeriods, "leaves out example 2"), (Filled, "")])
 def test_a_program_that_leaves_out_an_example_is_refused_as_by_capture(kind: type[nn.Module], why: str) -> None:
     """What fills up a size is traced at the size of another example."""

@@ -82,6 +82,7 @@ def test_a_tensor_that_a_loop_fills_backwards_is_what_a_scan_gives() -> None:
     assert "out = out.flip(0).movedim(0, 1)" in diff
 
 
+@pytest.mark.jobs
 def test_a_step_may_look_at_the_one_before_it() -> None:
     diff = healed(loops.Changes(), torch.randn(3, 5, 4), torch.randn(2, 8, 4), torch.randn(1, 1, 4))
     assert "x_t_less_1" in diff
@@ -97,11 +98,13 @@ def test_what_stands_before_a_break_is_done_once() -> None:
     assert "ends" in diff
 
 
+@pytest.mark.jobs
 def test_a_loop_over_heads_that_writes_under_a_mask_and_breaks_is_rewritten_in_one_step() -> None:
     diff = healed(loops.Exits(), torch.randn(3, 4), 5 * torch.randn(9, 4), torch.randn(1, 4))
     assert "break" not in [line[1:].strip() for line in diff.splitlines() if line.startswith("+")]
 
 
+@pytest.mark.jobs
 def test_arrays_of_numpy_stay_tensors() -> None:
     diff = healed(loops.Sorted(), torch.randn(3, 4), torch.randn(1, 4), 5 * torch.randn(6, 4))
     assert "np." not in "".join(line for line in diff.splitlines() if line.startswith("+"))
@@ -119,6 +122,7 @@ def test_a_part_that_a_number_names_is_taken_from_what_all_answer() -> None:
     assert "for part in self.adapters" in diff
 
 
+@pytest.mark.jobs
 def test_names_that_are_given_their_values_at_once_are_chosen_together() -> None:
     diff = healed(loops.Best(), torch.randn(3, 4), 3 * torch.randn(2, 4), torch.zeros(1, 4), onnx=True)
     assert diff.count("torch.where(chosen, ") == 2
@@ -201,6 +205,7 @@ class _Summed(nn.Module):
         return last + total
 
 
+@pytest.mark.jobs
 def test_an_index_that_names_no_dimension_is_left_to_the_other_rewrites() -> None:
     x = torch.randn(3, 5)
     eager = EagerSession(_Summed().eval(), x, dynamic_shapes={"x": {1: "length"}})

@@ -231,6 +231,7 @@ SCORED = """
 """
 
 
+@pytest.mark.jobs
 @pytest.mark.slow
 @pytest.mark.filterwarnings(r"ignore:.*torch\.jit")
 def test_an_archive_of_torchscript_becomes_a_bundle_that_answers_as_its_handler_did(

@@ -76,6 +76,7 @@ LONG = {"torchscript": pytest.mark.long}
 """Beside torch_export; an archive of TorchScript is served in test_serve_archive.py."""
 
 
+@pytest.mark.jobs
 @pytest.mark.parametrize("program", [pytest.param(one, marks=LONG.get(one, ())) for one in PLATFORMS])
 def test_a_server_answers_from_the_program_that_it_is_told(path: Path, program: str) -> None:
     if not is_here(program):

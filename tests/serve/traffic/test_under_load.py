@@ -71,6 +71,7 @@ def store(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.jobs
 @pytest.mark.parametrize("processes", [pytest.param(1, marks=pytest.mark.long), 2])
 def test_a_rollout_in_every_order_of_its_operations_loses_no_request(store: Path, processes: int) -> None:
     """Issue: a rollout without `initial_workers` cost 3,976 requests."""

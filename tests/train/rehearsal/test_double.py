@@ -69,6 +69,7 @@ def test_a_loss_that_decides_by_a_number_of_its_batch_is_refused_though_all_part
         train(loss_of)
 
 
+@pytest.mark.jobs
 def test_numbers_that_decide_nothing_or_are_those_of_all_workers_train():
     bound, logged = torch.tensor(0.7), list[float]()
 

@@ -238,6 +238,7 @@ def test_a_loss_that_follows_from_the_number_of_its_worker_is_refused_in_the_fir
         train(lambda: 1.0 + int(os.environ["RANK"]))
 
 
+@pytest.mark.jobs
 @pytest.mark.slow
 @pytest.mark.parametrize("run", [train, try_recipe])
 def test_the_file_of_another_worker_stays_what_it_is(

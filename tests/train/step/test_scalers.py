@@ -89,6 +89,7 @@ def test_a_scaler_that_the_loop_calls_is_refused_before_the_first_step(case, kin
     assert {name: vars(GradScaler)[name] for name in PLAIN} == PLAIN
 
 
+@pytest.mark.jobs
 def test_a_scaler_that_is_off_or_one_that_no_line_of_the_loop_calls_trains_as_without_it():
     plain = train(lambda job, scaler, loss, _: job.step(loss), GradScaler("cpu"))
     off = GradScaler("cpu", enabled=False)
