@@ -295,6 +295,23 @@ def against_ddp(
     ]
 
 
+def sums(folder: Path, scale: int) -> tuple[Figures, list[Row]]:
+    """Sums over two and three members of this host, beside gloo's over loopback."""
+    figures: Figures = {"sum_ratio": []}
+    rows = []
+    for members in (2, 3):
+        found = subprocess.run(
+            [sys.executable, str(HERE / "_sums.py"), str(members)], stdout=subprocess.PIPE, check=True
+        )
+        for row in json.loads(found.stdout):
+            ratio, used = (round(row[f"local_{unit}"] / row[f"gloo_{unit}"], 2) for unit in ("ms", "cpu_ms"))
+            figures["sum_ratio"].append({"members": members, **row, "ratio": ratio, "cpu_ratio": used})
+            label = f"sum of {row['numbers'] / 1e6:g} million numbers over {members} members of a host / gloo's"
+            detail = f"{row['local_ms']:.2f} and {row['gloo_ms']:.2f} ms; processor time {used:.2f}"
+            rows.append((label, f"{ratio:.2f}", "<= 1", detail))
+    return figures, rows
+
+
 def fresh(folder: Path) -> Path:
     """A new folder in `folder`."""
     return Path(tempfile.mkdtemp(dir=folder))
@@ -394,6 +411,7 @@ SECTIONS: dict[str, tuple[Callable[[Path, int], tuple[Figures, list[Row]]], tupl
     "master": (master, ("master_kill_steps_lost", "master_back_s", "master_gap_ratio")),
     "steps": (steps_long, ("step_ratio",)),
     "steps8": (steps_short, ("step_ratio_8ms",)),
+    "sums": (sums, ("sum_ratio",)),
     "straggler": (straggler, ("straggler_ratio",)),
     "storm": (storm, ("final_difference",)),
     "bitwise": (bitwise, ("bitwise_equal",)),
