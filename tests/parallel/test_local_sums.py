@@ -183,6 +183,17 @@ def test_members_whose_kernel_refuses_one_of_them_sum_over_gloo(store, monkeypat
     assert in_processes(3, work) == [(None, 3.0)] * 3
 
 
+def test_a_file_that_has_the_number_of_a_pipe_by_now_gets_no_message(tmp_path):
+    pipe, memory = local_sums.MessagePipe(), PeerMemory.of([])
+    (number, inode), taken = pipe.place, os.open(tmp_path / "file", os.O_CREAT | os.O_RDWR)
+    os.close(local_sums.LocalMember(memory, (number, inode)).open_inbox())
+    other = local_sums.MessagePipe()
+    for reused in (taken, other.reads):
+        with pytest.raises(OSError, match="has closed its pipe"):
+            local_sums.LocalMember(memory, (reused, inode)).open_inbox()
+    os.close(taken)
+
+
 def test_what_others_hold_is_added_piece_by_piece_and_counts_only_while_their_marks_are_there(monkeypatch):
     monkeypatch.setattr(peer_memory, "_ADDED", 100)
     held = [torch.arange(1000.0) * factor for factor in (1, 2)]

@@ -53,7 +53,7 @@ class Place(msgspec.Struct, frozen=True, array_like=True):
     pid: int
     mark: bytes
     mark_at: int
-    inbox: int
+    inbox: tuple[int, int]
 
     @property
     def memory(self) -> PeerMemory:
@@ -215,7 +215,7 @@ def open_sums(exchange: Exchange, rank: int, size: int) -> HostSums | LocalSums 
     mark, inbox = secrets.token_bytes(16), MessagePipe()
     with _marking:
         _MARK.copy_(torch.frombuffer(bytearray(mark), dtype=torch.uint8))
-    place = msgspec.msgpack.encode(Place(own_host(), os.getpid(), mark, _MARK.data_ptr(), inbox.reads))
+    place = msgspec.msgpack.encode(Place(own_host(), os.getpid(), mark, _MARK.data_ptr(), inbox.place))
     own = (bytes([len(place)]) + place).ljust(_ROW + 1, b"\0")
     rows = exchange(own) | {rank: own}
     places = [msgspec.msgpack.decode(row[1 : 1 + row[0]], type=Place) for _, row in sorted(rows.items())]

@@ -14,6 +14,7 @@ import fcntl
 import os
 import queue
 import select
+import stat
 import struct
 import threading
 import time
@@ -48,6 +49,8 @@ class MessagePipe:
         self.reads, self.writes = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         with contextlib.suppress(OSError):  # its usual size serves, too
             _set_pipe_size(self.writes)
+        self.place = self.reads, os.fstat(self.reads).st_ino
+        """Its number in this process, and its inode."""
         weakref.finalize(self, _close_all, [self.reads, self.writes])
 
 
@@ -55,8 +58,21 @@ class LocalMember(NamedTuple):
     """Another member of the host, as it tells of itself."""
 
     memory: PeerMemory
-    inbox: int
-    """The number of its pipe's end in that process."""
+    inbox: tuple[int, int]
+    """`MessagePipe.place` in that process."""
+
+    def open_inbox(self) -> int:
+        """The descriptor for messages to it. Raises OSError: the kernel refuses it, or that member has closed its pipe
+        since, whose number another file may have by now."""
+        number, inode = self.inbox
+        outbox = os.open(
+            f"/proc/{self.memory.pid}/fd/{number}", os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY
+        )
+        status = os.fstat(outbox)
+        if stat.S_ISFIFO(status.st_mode) and status.st_ino == inode:
+            return outbox
+        os.close(outbox)
+        raise ConnectionError("a member on this host has closed its pipe")
 
 
 class LocalSum:
@@ -111,8 +127,7 @@ class LocalSums:
         self._poll = select.poll()
         self._poll.register(inbox.reads, select.POLLIN)
         for other, peer in peers.items():
-            path = f"/proc/{peer.memory.pid}/fd/{peer.inbox}"
-            self._outboxes[other] = os.open(path, os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+            self._outboxes[other] = peer.open_inbox()
             opened.append(self._outboxes[other])
             end = os.pidfd_open(peer.memory.pid)
             opened.append(end)
