@@ -183,6 +183,25 @@ def test_members_whose_kernel_refuses_one_of_them_sum_over_gloo(store, monkeypat
     assert in_processes(3, work) == [(None, 3.0)] * 3
 
 
+def test_memory_that_can_be_told_and_not_read_is_summed_over_gloo_from_the_next_group_on(store, monkeypatch):
+    def work(rank):
+        group, value = _form(store, rank, 2), torch.ones(1_000_000)
+        read = peer_memory._read_memory
+        if rank == 1:
+            monkeypatch.setattr(peer_memory, "_read_memory", lambda *of: -1 if of[2] == 2 else read(*of))
+        with pytest.raises(RuntimeError, match="gloo: "):
+            group.wait_bucket(group.sum_bucket(value))
+        group.form(2, rank=rank, size=2, store=store)
+        value.fill_(1.0)
+        group.wait_bucket(group.sum_bucket(value))
+        group.wait(group.sum_on_host(torch.zeros(1)))
+        local = group._host_sums
+        group.close()
+        return local, value[0].item()
+
+    assert in_processes(2, work) == [(None, 2.0)] * 2
+
+
 def test_a_file_that_has_the_number_of_a_pipe_by_now_gets_no_message(tmp_path):
     pipe, memory = local_sums.MessagePipe(), PeerMemory.of([])
     (number, inode), taken = pipe.place, os.open(tmp_path / "file", os.O_CREAT | os.O_RDWR)

@@ -24,7 +24,7 @@ import msgspec
 import torch
 
 from trueline.parallel.local_sums import MOST_MEMBERS, SMALL, LocalMember, LocalSums, MessagePipe
-from trueline.parallel.peer_memory import HostMemories, PeerMemory, let_siblings_read
+from trueline.parallel.peer_memory import REFUSED, HostMemories, PeerMemory, let_siblings_read
 
 ONE_HOST = "127.0.0.1"
 CHUNK = 2 << 20
@@ -226,7 +226,7 @@ def open_sums(exchange: Exchange, rank: int, size: int) -> HostSums | LocalSums 
         return None
     here = {other: places[other] for other in by_host[own_host()]}
     sums: HostSums | LocalSums | None = None
-    if all(there.memory.is_marked() for there in here.values()):
+    if not REFUSED.is_set() and all(there.memory.is_marked() for there in here.values()):
         if len(by_host) > 1:
             sums = HostSums(rank, places, list(by_host.values()))
         else:

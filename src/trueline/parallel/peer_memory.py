@@ -8,6 +8,7 @@ other process. Pids mean nothing outside of their namespace, so a random mark is
 import ctypes
 import os
 import secrets
+import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
@@ -21,6 +22,8 @@ _MARK = torch.frombuffer(bytearray(16), dtype=torch.uint8)
 """Of this process: its bytes are chosen when they are first told, after the last fork."""
 _ADDED = 64 << 10
 """Numbers that are read and added at once: they stay in the cache."""
+REFUSED = threading.Event()
+"""The kernel let this process read a member's mark and not its gradients: later groups do without."""
 _PR_SET_PTRACER = 0x59616D61
 GONE = "gloo: a member on this host has left the group"
 
@@ -125,6 +128,8 @@ class HostMemories:
             theirs = _Vectors(_Vector(at, size), _Vector(mark_at, len(mark)))
             whole = _read_memory(pid, both, 2, theirs, 2, 0) == size + len(mark) and found.raw == mark
         if not whole:
+            if PeerMemory(pid, mark.hex(), mark_at, []).is_marked():  # it is there: other memory of it cannot be read
+                REFUSED.set()
             raise RuntimeError(GONE)
 
 
