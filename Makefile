@@ -15,7 +15,7 @@ UV     = $(UV_SETTINGS) $(BIN)/uv
 # Hundreds of processes import the same modules: they are compiled once, whatever the caller's shell says.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup demo demo-ps test test-full test-quick again suite-line suite-train suite-programs suite-rooms suite-serve quick-train quick-programs quick-rooms test-jobs test-engines kubernetes mutants patches test-long test-s3 test-packages test-pythons check docs test-docs bench bench-train bench-ps bench-large bench-hosts bench-engines bench-data bench-first-hour bench-capture bench-serve bench-torchserve attack clients peers peers-zoo peers-serving chaos chaos-large chaos-hosts chaos-engines chaos-ps protos clean bench-compress
+.PHONY: help setup demo demo-ps test test-full test-quick again suite-line suite-train suite-programs suite-rooms suite-serve suite-jobs suite-program-jobs quick-train quick-programs quick-rooms test-jobs test-engines kubernetes mutants patches test-long test-s3 test-packages test-pythons check docs test-docs bench bench-train bench-ps bench-large bench-hosts bench-engines bench-data bench-first-hour bench-capture bench-serve bench-torchserve attack clients peers peers-zoo peers-serving chaos chaos-large chaos-hosts chaos-engines chaos-ps protos clean bench-compress
 
 help:  ## the targets
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 14
@@ -60,7 +60,7 @@ SUMMARY = status=$$?; $(BIN)/python tests/outcomes.py $(addprefix $(CACHE)/,$(SU
 CACHE := .pytest_cache
 SUITES_full := suite-programs suite-train suite-rooms suite-serve suite-line
 SUITES_quick := quick-rooms quick-train quick-programs
-SUITES_jobs := suite-jobs
+SUITES_jobs := suite-jobs suite-program-jobs
 SUITES_long := suite-long
 QUICK := -m 'not slow and not chaos and not line and not jobs and not long'
 PROGRAMS := tests/capture tests/doctor tests/runtime
@@ -72,7 +72,7 @@ again: $(STAMP)  ## the few tests that failed in the last `make test`, alone; wh
 	$(BIN)/python tests/again.py $(addprefix $(CACHE)/,$(SUITES_$(DEPTH)))
 
 # The files that have a test with a mark: collecting all files would take half a minute.
-MARKED = $$(grep -rl --include='test_*.py' 'mark\.$(1)' tests)
+MARKED = $$(grep -rl --include='test_*.py' 'mark\.$(1)' $(or $(2),tests))
 LONG = $$(grep -rlE --include='test_*.py' 'mark\.long|few\(' tests)
 
 suite-line: $(STAMP)
@@ -99,8 +99,16 @@ quick-programs: $(STAMP)
 quick-rooms: $(STAMP)
 	$(BIN)/python -m pytest -o cache_dir=$(CACHE)/$@ $(QUICK) $(ROOMS)
 
+# The programs' suite computes in one process, and yields to the jobs, which have leases.
+suite-jobs: $(STAMP)
+	$(BIN)/python -m pytest -o cache_dir=$(CACHE)/$@ -m 'jobs and not engines' $(call MARKED,jobs,$(filter-out $(PROGRAMS:%=%/),$(wildcard tests/*/)))
+
+suite-program-jobs: $(STAMP)
+	nice -n 10 $(BIN)/python -m pytest -o cache_dir=$(CACHE)/$@ -m 'jobs and not engines' $(call MARKED,jobs,$(PROGRAMS))
+
 test-jobs: $(STAMP)  ## whole jobs of elastic training in all their forms, further cases of the suite, and programs compiled to machine code
-	$(BIN)/python -m pytest -o cache_dir=$(CACHE)/suite-jobs -m 'jobs and not engines' $(call MARKED,jobs); $(call SUMMARY,jobs)
+	@rm -rf $(addsuffix /v/trueline,$(addprefix $(CACHE)/,$(SUITES_jobs)))
+	$(MAKE) --no-print-directory -k -j$(JOBS) -O $(SUITES_jobs); $(call SUMMARY,jobs)
 
 mutants: $(STAMP)  ## deliberate faults in the modules that decide, and how many of a sample the tests catch; half an hour
 	$(BIN)/python tests/mutants.py $(MUTANTS)

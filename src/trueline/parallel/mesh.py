@@ -12,6 +12,9 @@ from trueline.parallel import handshake
 from trueline.parallel.handshake import Hello, Opened, PeerListener, Purpose
 from trueline.parallel.store import PeerStore
 
+REASON_S = 1.0
+"""How long a member that lacks another one keeps that from the master."""
+
 
 def meet(
     store: PeerStore, generation: int, rank: int, size: int, patience_s: float, opened: Opened
@@ -50,18 +53,30 @@ def meet(
 def exchange(links: dict[int, socket.socket], patience_s: float, row: bytes) -> dict[int, bytes]:
     """Sends `row` over each link; returns what the peers sent, by rank. All rows have one length.
 
-    Raises OSError when a peer is gone or sends nothing within `patience_s`.
+    Raises OSError when a peer is gone or sends nothing within `patience_s`, a while later: one that has left, since a
+    third is out of its reach, tells the master why, and the first reason counts.
     """
     found = {}
-    for link in links.values():
-        link.settimeout(patience_s)
-        link.sendall(row)
     for rank, link in links.items():
-        found[rank] = link.recv(len(row), socket.MSG_WAITALL)
+        try:
+            link.settimeout(patience_s)
+            link.sendall(row)
+        except OSError as error:
+            raise _wait_for_reason(rank) from error
+    for rank, link in links.items():
+        try:
+            found[rank] = link.recv(len(row), socket.MSG_WAITALL)
+        except OSError as error:
+            raise _wait_for_reason(rank) from error
         if len(found[rank]) < len(row):
-            raise ConnectionError(f"rank {rank} has left while the group forms")
+            raise _wait_for_reason(rank)
         link.settimeout(None)
     return found
+
+
+def _wait_for_reason(rank: int) -> ConnectionError:
+    time.sleep(REASON_S)  # in the thread that forms a group, which a cut abandons
+    return ConnectionError(f"rank {rank} has left while the group forms")
 
 
 class _Arrivals:
