@@ -31,8 +31,7 @@ from trueline.ps.partition import Ids
 from trueline.ps.tables.initial import initial_rows
 from trueline.recipe.contract import Recipe
 from trueline.train import devices
-from trueline.train.rehearsal.alike import AlikeTrial, wants_comparing
-from trueline.train.rehearsal.settled import load_traits, settle_traits
+from trueline.train.rehearsal.alike import AlikeTrial, load_traits, settle_traits, wants_comparing
 from trueline.train.settings import JobSettings
 from trueline.train.step import features, model_traits
 from trueline.train.step.contribution import StepBatch

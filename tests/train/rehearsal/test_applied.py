@@ -255,3 +255,14 @@ def test_parameters_that_are_thawed_or_added_later_end_the_job_before_that_step(
     group = {"params": list(world.model[0].parameters()), "lr": 0.01}
     with pytest.raises(UsageError, match="changes the parameter groups of the optimizer in step 2"):
         world.train(lambda world: world.advance.add_param_group(group) if world.applied == 2 else None)
+
+
+def test_another_module_with_numbers_that_are_none_is_not_taken_for_changed():
+    world = World()
+    world.kept = nn.Linear(4, 1)
+    nn.init.constant_(world.kept.weight, torch.nan)
+    world.train(lambda world: None)
+    assert world.applied == RECORDS // 12
+    nn.init.constant_(world.kept.weight, torch.nan)
+    with pytest.raises(UsageError, match=r"the loop changes another module \(Linear\)"):
+        world.train(lambda world: world.kept.weight.data.fill_(float(world.applied)))

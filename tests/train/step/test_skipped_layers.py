@@ -169,3 +169,39 @@ def test_parameters_that_one_step_leaves_out_are_those_of_a_plain_loop_for_one_a
 def test_a_layer_that_no_trial_has_seen_left_out_trains(monkeypatch):
     monkeypatch.setattr(trial, "TOSSES", 0)
     run(lambda: 10 * DRAWS[0](), seed=3, skips=False)()  # one layer of twenty is left out, none in the trial
+
+
+def weigh(outputs: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    """A mean over few of the records: NaN where a batch has none of them."""
+    counts = labels > 0.6
+    return ((outputs - labels).square() * counts).sum() / counts.sum(), counts.sum()
+
+
+def weigh_plainly() -> list[Any]:
+    torch.manual_seed(0)
+    model, plan = Branches().double(), JobPlan(num_records=60, global_batch=12, epochs=3, seed=0)
+    advance = torch.optim.AdamW(model.parameters(), lr=0.02, weight_decay=0.5)
+    for step in range(15):
+        inputs, labels = DATA[plan.records(step)]
+        advance.zero_grad()
+        weigh(model(inputs, step % 3 == 2), labels)[0].backward()
+        advance.step()
+    return [value.tolist() for value in model.parameters()]
+
+
+@pytest.mark.parametrize("seen", [False, True], ids=["in a step alone", "in the trial too"])
+def test_a_batch_without_weight_uses_what_its_loss_does_and_moves_nothing_else(seen):
+    """Three records have often no weight. What the step leaves out is without a gradient then, too."""
+    torch.manual_seed(0)
+    model, empty = Branches().double(), 0
+    advance = torch.optim.AdamW(model.parameters(), lr=0.02, weight_decay=0.5)
+    job = Elastic(model, advance, DATA, global_batch=12, epochs=3, options=Options(micro_batch=3))
+    for batch in job:
+        out = batch.step % 3 == 2 and (seen or not batch.trial)
+        loss, weight = weigh(model(batch.inputs, out), batch.labels)
+        empty += not batch.trial and not weight
+        job.step(loss, weight=weight)
+    assert empty > 3
+    assert (job.steps, job._traits.skips) == (15, seen)
+    for mine, its in zip(model.parameters(), weigh_plainly(), strict=True):
+        torch.testing.assert_close(mine.detach(), torch.tensor(its, dtype=mine.dtype), rtol=1e-6, atol=1e-9)

@@ -88,8 +88,6 @@ class Recovery:
     @property
     def large(self) -> bool:
         """Whether to stream the state, from what all members know: the parameters, with two optimizer values each."""
-        if self._replica.options.find_unused_parameters:
-            return False  # an observer cannot tell which parameters the others left out
         return 3 * self._parameter_bytes > state_transfer.STREAM_BYTES
 
     def _is_brief(self, behind: list[bool]) -> bool:

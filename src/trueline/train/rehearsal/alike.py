@@ -13,19 +13,26 @@ with other values there, which shows whether the loss uses them.
 from __future__ import annotations
 
 import hashlib
+import json
 import math
+import os
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import replace
+from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
+from trueline import events
 from trueline.data.loading import seeding
 from trueline.errors import UsageError, join_names
+from trueline.full_disk import write_when_room
 from trueline.train import devices, dynamo
+from trueline.train.job_dir import JobDir
+from trueline.train.link.grpc_client import settle_on_master
 from trueline.train.rehearsal import contents, generators, kept, places
 from trueline.train.rehearsal.contents import CollectionItems
 from trueline.train.rehearsal.copies import can_look
@@ -52,6 +59,9 @@ _HINT = (
     "file, sort what comes from a set, or make it a part of the model (self.register_buffer), whose state the workers "
     "receive"
 )
+_SETTLED = ("draws", "reduction", "even", "whole", "buffers", "skips", "half", "form", "divisors",
+            "looks", "reads")  # fmt: skip
+"""What the first worker finds out for all others of the job, in JOB/loss.json, or on the master."""
 Shown = list[float]
 
 
@@ -300,3 +310,26 @@ def _hash(flat: torch.Tensor, kind: str) -> str:
 def wants_comparing(mine: dict[str, Any], first: dict[str, Any]) -> bool:
     """Whether there is something that a worker with `mine` has to compare with the first worker's."""
     return bool(first) and {**mine, "kind": ""} != {**first, "kind": ""}
+
+
+def load_traits(shown: ModelTraits) -> ModelTraits | None:
+    """`shown` with what another worker of this job has settled; None if there is nothing yet."""
+    if "TRUELINE_CA" in os.environ:
+        settled = settle_on_master(b"")
+        return replace(shown, **json.loads(settled)) if settled else None
+    try:
+        return replace(shown, **json.loads(JobDir(Path(os.environ["TRUELINE_JOB"])).loss.read_bytes()))
+    except (KeyError, FileNotFoundError):
+        return None
+
+
+def settle_traits(traits: ModelTraits) -> ModelTraits:
+    """Settles `traits` for the job, unless another worker already has; returns what is settled."""
+    settled = {name: value for name, value in asdict(traits).items() if name in _SETTLED}
+    events.emit("loss.tried", **{name: value for name, value in settled.items() if name != "reads"})
+    if "TRUELINE_JOB" not in os.environ:
+        return traits
+    if "TRUELINE_CA" in os.environ:
+        return replace(traits, **json.loads(settle_on_master(json.dumps(settled).encode())))
+    write_when_room(JobDir(Path(os.environ["TRUELINE_JOB"])).loss, json.dumps(settled).encode(), replace=False)
+    return load_traits(traits) or traits

@@ -154,7 +154,13 @@ def are_equal(before: Iterable[torch.Tensor], now: Iterable[torch.Tensor]) -> bo
     """Whether glances are those of the tensors `now`."""
     glances, others = list(before), [glance(value) for value in now]
     same = len(glances) == len(others)
-    return same and all(torch.equal(one, other) for one, other in zip(glances, others, strict=True))
+    return same and all(_is_same(one, other) for one, other in zip(glances, others, strict=True))
+
+
+def _is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """NaN is what it was: memory before its first write, a mask."""
+    alike = one.shape == other.shape and one.dtype == other.dtype
+    return torch.equal(one, other) or (alike and torch.allclose(one, other, rtol=0, atol=0, equal_nan=True))
 
 
 def _is_flat_copy(parameters: list[torch.nn.Parameter], values: list[torch.Tensor]) -> bool:

@@ -13,7 +13,8 @@ fraction of the trial: whole and parts, without another seed or a later step.
 
 So a fork computes a batch with each such number a little larger, and then many times larger and smaller: a loss that
 changes only then has a bound somewhere between. Numbers that are logged change nothing; those that a loss takes
-smoothly, such as a divisor, the trial of whole and parts has seen. Whole numbers (lengths, counts) stay what they are.
+smoothly, such as a divisor, the trial of whole and parts has seen. Whole numbers (lengths, counts) stay what they are
+(`extremes.py`).
 
 What the loop's code refuses to compute, or computes in single precision all the same, decides nothing.
 """
@@ -49,7 +50,7 @@ NEAR, FAR = 1.001, (1000.0, 0.001, 30.0, 0.03)
 MOST_NUMBERS = 8
 
 
-class _FurtherTrial:
+class FurtherTrial:
     """`batches()` are for a fork; `tried`, which has tried nothing there, takes the losses."""
 
     def __init__(self, tried: LossTrial) -> None:
@@ -65,7 +66,7 @@ class _FurtherTrial:
         """Nothing was found."""
 
 
-class DoubleTrial(_FurtherTrial):
+class DoubleTrial(FurtherTrial):
     """Of whole and parts, in double precision."""
 
     def batches(self) -> Generator[StepBatch, None, None]:
@@ -87,7 +88,7 @@ class DoubleTrial(_FurtherTrial):
             raise UsageError(f"in double precision, {error.message}", hint=error.hint) from error
 
 
-class NumberTrial(_FurtherTrial):
+class NumberTrial(FurtherTrial):
     """Of a batch, with other values of single numbers that code looks at, by their places."""
 
     def __init__(self, tried: LossTrial, numbers: Sequence[int]) -> None:

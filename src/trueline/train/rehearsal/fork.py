@@ -33,10 +33,10 @@ from trueline import events
 from trueline.data.loading.worker_pool import ReaderClient, answer_request, end_with_parent, receive, send
 from trueline.errors import RecipeError, TruelineError, UsageError, find_error_class
 from trueline.train.rehearsal import applied, joined, places
-from trueline.train.rehearsal.alike import AlikeTrial, wants_comparing
+from trueline.train.rehearsal.alike import AlikeTrial, load_traits, settle_traits, wants_comparing
 from trueline.train.rehearsal.double import DoubleTrial, NumberTrial, wants_double, wants_numbers
+from trueline.train.rehearsal.extremes import ExtremesTrial, wants_extremes
 from trueline.train.rehearsal.fresh import FreshTrial
-from trueline.train.rehearsal.settled import load_traits, settle_traits
 from trueline.train.step.contribution import StepBatch
 from trueline.train.step.model_traits import ModelTraits
 from trueline.train.step.optimizer_settings import OptimizerSettings
@@ -95,6 +95,8 @@ def try_loop(trial: LossTrial, shown: ModelTraits, optimizer_step: OptimizerStep
             yield from try_again(DoubleTrial(trial), optimizer_step.settings)
         if wants_numbers(trial.traits):
             yield from try_again(NumberTrial(trial, trial.traits.numbers), optimizer_step.settings)
+        if wants_extremes(trial.inputs, trial.traits):
+            yield from try_again(ExtremesTrial(trial, trial.traits.reduction), optimizer_step.settings)
     mine = trial.traits.reads
     trial.traits = settle_traits(trial.traits)
     if wants_comparing(mine, trial.traits.reads):

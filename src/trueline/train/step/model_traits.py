@@ -40,6 +40,7 @@ class ModelTraits:
     looks: Sequence[Any] = ()  # what all records had in common that were looked at (`features.Column`)
     off: float = 0.0  # how far the last losses of parts were from the whole
     numbers: Sequence[int] = ()  # that code looks at, by their places, and that follow from a batch (`double.py`)
+    glances: bool = False  # whether its code looks at anything that it computes (`extremes.py`)
     reads: dict[str, Any] = field(default_factory=dict)  # what a loss reads and is in the first worker (`alike.py`)
 
     @property

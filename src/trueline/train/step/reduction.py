@@ -100,10 +100,9 @@ def count_loss(
     return value, share_of(reduction, records, of_step, weight)
 
 
-def zero_loss(model: torch.nn.Module) -> Tensor:
-    """Stands in for the loss of a batch without weight, which may be 0/0: every gradient is zero."""
-    values = (value.reshape(-1)[:1].sum() * 0.0 for value in model.parameters() if value.requires_grad)
-    return sum(values, torch.zeros(()))
+def zero_loss(used: Sequence[Tensor]) -> Tensor:
+    """Stands in for the loss of a batch without weight, which may be 0/0: the gradients of what it used are zero."""
+    return sum((value.reshape(-1)[:1].sum() * 0.0 for value in used), torch.zeros((), requires_grad=True))
 
 
 def averaged_elements(loss: Tensor) -> tuple[float, int] | None:

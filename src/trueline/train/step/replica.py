@@ -18,7 +18,7 @@ from trueline.checkpoint.change_watch import ChangeWatch, changes_by_operators
 from trueline.checkpoint.checkpoint import expect_holdable
 from trueline.checkpoint.snapshot import Snapshot
 from trueline.errors import UsageError
-from trueline.parallel.ddp import DdpExchange
+from trueline.parallel.ddp import DdpExchange, list_used
 from trueline.parallel.exchange import BackwardPiece, GradientExchange, Shares, unused_parameters
 from trueline.parallel.finite import are_finite, describe_infinite, have_finite_sums
 from trueline.parallel.gloo import GlooGroup
@@ -203,8 +203,8 @@ class Replica:
     def _piece(self, loss: torch.Tensor, weight: float, records: Ints, share: Share | None = None) -> BackwardPiece:
         """Enters the records, and their changes of the running statistics, beside the gradients."""
         share = share or Share(weight, len(records), len(records))
-        if not share.weight and not self.options.find_unused_parameters:
-            loss = zero_loss(self.model)
+        if not share.weight:
+            loss = zero_loss(list_used(loss, self._parameters))
         beside = self.exchange.beside
         if self._tallied and beside.is_cpu:
             beside.numpy()[records] += 1.0  # takes a fraction of the time of torch's own indexing

@@ -94,7 +94,7 @@ class LossTrial:
     """`batches()` are to be trained with, each followed by a call of `take`; `traits` is known when they end."""
 
     traits: ModelTraits
-    failed = False  # whether the loop's code raised for one of its batches
+    failed, bends = False, True  # whether the loop's code raised for a batch; whether to look for what clips gradients
     leads, in_double = True, IN_DOUBLE  # what `job.leads` is meanwhile; the tolerance of losses in float64
 
     def __init__(self, trial: TrialInputs) -> None:
@@ -105,8 +105,8 @@ class LossTrial:
         self.expect_same: Callable[[Any], Batches] | None = None  # with a reader: `fresh.py`
         self.tried: list[LossSample] = []  # the losses of the last batches
         self.bounds: list[list[Bound]] = []
-        """What each of them has compared with a bound; and the single numbers that code has looked at."""
-        self.numbers: list[list[float]] = []
+        """What each of them has compared with a bound; the single numbers that code has looked at; and all of it."""
+        self.numbers, self.glances = list[list[float]](), list[list[float]]()
         self._watched = WatchedOperators(still=False)
         values = self._trained = [value for value in trial.model.parameters() if value.requires_grad]
         self._frozen = [value for value in trial.model.parameters() if not value.requires_grad]
@@ -159,13 +159,10 @@ class LossTrial:
         trial = self.inputs
         if trial.chosen is not None:
             return trial.chosen
-        mixes = trial.options.reduction == "auto"
-        chance = np.random.default_rng([trial.seed % 2**32, attempt])
+        given = trial.reader, trial.num_records, trial.most, np.random.default_rng([trial.seed % 2**32, attempt])
         if attempt:
-            return features.choose_any(trial.reader, trial.num_records, trial.most, chance)
-        chosen, self._looks = features.choose_different(
-            trial.reader, trial.num_records, trial.most, chance, apart=mixes
-        )
+            return features.choose_any(*given)
+        chosen, self._looks = features.choose_different(*given, apart=trial.options.reduction == "auto")
         return chosen
 
     def is_finite(self) -> bool:
@@ -218,7 +215,7 @@ class LossTrial:
         """The elements of the compared gradients that are kept. Those of the first loss are compared with those of many
         times it: these show what clips or rounds, which would see a part of a step. One set of gradients at a time."""
         model, first = self.inputs.model, not self.tried
-        bends = first and not self._half and not reduction.has_node(loss, "CheckpointFunctionBackward")
+        bends = self.bends and first and not self._half and not reduction.has_node(loss, "CheckpointFunctionBackward")
         of = list(self._parameters)
         if bends:
             of += [value for value in model.parameters() if value.requires_grad and value._backward_hooks]
@@ -256,7 +253,8 @@ class LossTrial:
         form, rules = reduction.fit_divisors(self.divisors) if even and how == "mean" and not whole else ("", ())
         reads = self.alike.reads if self.alike is not None else {}
         return replace(shown, draws=draws, reduction=how, even=even, whole=whole, buffers=buffers, half=half,
-                       form=form, divisors=rules, looks=looks, reads=reads, skips=len(self._used) > 1)  # fmt: skip
+                       form=form, divisors=rules, looks=looks, reads=reads, skips=len(self._used) > 1,
+                       glances=any(self.glances))  # fmt: skip
 
     def _one(self, ids: Ints, watched: WatchedOperators, step: int | None = None, seed: int = 0) -> Batches:
         trial = self.inputs
@@ -281,6 +279,7 @@ class LossTrial:
                 changes = {slot.name: slot.change(old) for slot, old in slots if slot.value.shape == old.shape}
             self.bounds.append(watched.bounds)
             self.numbers.append(watched.numbers)
+            self.glances.append(watched.glances)
             self._changes.append({name: change for name, change in changes.items() if change.any()})
             self._buffers.update(self._changes[-1])
             here = single_states() != singly
@@ -377,9 +376,8 @@ class LossTrial:
     def each_part(self, ids: Ints, *, step: int | None = None, cuts: int = 2, **still: Unpack[Bends]) -> Batches:
         """The batches `ids` as a whole and cut in two, in one or two ways; `tried` has their losses then."""
         cut, other = max(1, len(ids) // 3), np.random.default_rng(1).permutation(ids)
-        self.tried.clear()
-        self.bounds.clear()
-        self.numbers.clear()
+        for kept in (self.tried, self.bounds, self.numbers):
+            kept.clear()
         parts = (ids, ids[:cut], ids[cut:], other[:cut], other[cut:])[: 1 + 2 * cuts]
         if len(ids) > 1:
             with without_draws(self.inputs.model, **still) as watched:

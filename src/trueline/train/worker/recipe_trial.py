@@ -19,10 +19,10 @@ from trueline.recipe.contract import Recipe
 from trueline.train import devices
 from trueline.train.link.grpc_client import is_replacement
 from trueline.train.rehearsal import fork, kept
-from trueline.train.rehearsal.alike import AlikeTrial, wants_comparing
+from trueline.train.rehearsal.alike import AlikeTrial, load_traits, settle_traits, wants_comparing
 from trueline.train.rehearsal.double import DoubleTrial, NumberTrial, wants_double, wants_numbers
+from trueline.train.rehearsal.extremes import ExtremesTrial, wants_extremes
 from trueline.train.rehearsal.fresh import FreshTrial
-from trueline.train.rehearsal.settled import load_traits, settle_traits
 from trueline.train.settings import JobSettings
 from trueline.train.step import model_traits, trial
 from trueline.train.step.contribution import StepBatch
@@ -94,6 +94,8 @@ class RecipeTrial:
             trials.append(DoubleTrial(tried))
         if wants_numbers(found):
             trials.append(NumberTrial(tried, found.numbers))
+        if wants_extremes(tried.inputs, found):
+            trials.append(ExtremesTrial(tried, found.reduction))
         for one in trials if fork.can_fork(self._model) else ():
             with contextlib.closing(fork.try_again(one, None)) as batches:
                 all(self._take(tried, batch) for batch in batches)

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, TypedDict, Unpack
 
+import numpy as np
 import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
@@ -30,6 +31,12 @@ _BOUNDS = frozenset(
 """Operators that are linear on either side of a bound."""
 _LOOKS = frozenset(getattr(torch.ops.aten, name) for name in ("gt", "ge", "lt", "le", "_local_scalar_dense"))
 """Operators that compare a number, or give it to Python."""
+_ANSWERS = torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape
+"""Tags of operators that give Python a number (`torch.equal`), or a size that follows from values (`nonzero`)."""
+_GIVES = ("tolist", "numpy", "__array__")
+"""Methods of a tensor that give Python what it holds, past all operators."""
+MOST_SUMMED = 1 << 16
+"""Elements of what they give that are summed."""
 BENT = 0.3
 """Of the square of its input, what an operator that is bent adds to its result."""
 Bound = tuple[str, tuple[int, ...]]
@@ -58,6 +65,8 @@ class WatchedOperators(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.draws = self.tosses = self.half = self.single = False
         self.bounds: list[Bound] = []
         self.numbers: list[float] = []
+        self.glances: list[float] = []
+        """What code looks at, whole numbers, lists, arrays and sizes too: each as one number."""
         self.looks = False
         """Whether the code that runs is that of the loss."""
         self._still, self._bend, self._factors = still, bends.get("bend", ()), bends.get("factors", {})
@@ -65,6 +74,7 @@ class WatchedOperators(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def begin(self) -> None:
         """Another batch begins; it was read in any precision."""
         self.draws, self.tosses, self.single, self.bounds, self.numbers = False, False, False, [], []
+        self.glances = []
         self.looks = self._still
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -83,6 +93,8 @@ class WatchedOperators(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.tosses = self.tosses or (self.draws and func.overloadpacket is torch.ops.aten._local_scalar_dense)
         result = func(*args, **kwargs)
         first = result[0] if isinstance(result, tuple | list) and result else result
+        if self.looks and func.overloadpacket not in _LOOKS and any(tag in func.tags for tag in _ANSWERS):
+            self.glances.append(float(first.numel() if isinstance(first, torch.Tensor) else first))
         if isinstance(first, torch.Tensor):
             self.half, self.single = self.half or first.dtype in _HALF, self.single or first.dtype == torch.float32
         if not drawing:
@@ -93,10 +105,13 @@ class WatchedOperators(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _look_at(self, args: Any) -> Any:
         """Notes a number that is about to be compared or given to Python; the arguments with what replaces it."""
         value = args[0]
-        if not isinstance(value, torch.Tensor) or not value.is_floating_point() or value.numel() != 1:
+        if not isinstance(value, torch.Tensor) or value.is_complex() or value.numel() != 1:
+            return args
+        self.glances.append(float(value.flatten().tolist()[0]))
+        if not value.is_floating_point():
             return args
         factor = self._factors.get(len(self.numbers), 1.0)
-        self.numbers.append(value.flatten().tolist()[0])
+        self.numbers.append(self.glances[-1])
         return args if factor == 1.0 else (value.detach() * factor, *args[1:])
 
     def _meet_bound(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -107,6 +122,37 @@ class WatchedOperators(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if given:
             self.bounds.append((func.overloadpacket.__name__, tuple(result.shape)))
         return result if more is None else result.add_(more)
+
+
+@contextmanager
+def _watch_methods(watched: WatchedOperators) -> Iterator[None]:
+    """Notes in this block what methods of tensors give to Python."""
+    own = {name: vars(torch.Tensor)[name] for name in _GIVES if name in vars(torch.Tensor)}
+
+    def replace(plain: Callable[..., Any]) -> Callable[..., Any]:
+        def give(value: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            looks, watched.looks = watched.looks, False  # one calls another
+            try:
+                found = plain(value, *args, **kwargs)
+            finally:
+                watched.looks = looks
+            if looks and not value.is_complex():
+                some = np.asarray(found, dtype=np.float64).reshape(-1)[:MOST_SUMMED]
+                watched.glances.append(float(np.nan_to_num(some).sum()))
+            return found
+
+        return give
+
+    for name in _GIVES:
+        setattr(torch.Tensor, name, replace(getattr(torch.Tensor, name)))
+    try:
+        yield
+    finally:
+        for name in _GIVES:
+            if name in own:
+                setattr(torch.Tensor, name, own[name])
+            else:
+                delattr(torch.Tensor, name)
 
 
 _SORTS = (torch.ops.aten.sort, torch.ops.aten.argsort)
@@ -158,7 +204,7 @@ def without_draws(model: torch.nn.Module, **bends: Unpack[Bends]) -> Iterator[Wa
     for layer in normalizing:
         layer.forward = _scale_alone(layer)  # type: ignore[assignment, method-assign]
     try:
-        with WatchedOperators(still=True, **bends) as watched:
+        with WatchedOperators(still=True, **bends) as watched, _watch_methods(watched):
             yield watched
     finally:
         for layer in normalizing:
