@@ -64,6 +64,9 @@ def test_what_is_certain_counts_from_the_least_size_on() -> None:
     guard = Guard(text="", rule="d0 // 4 != 0", symbols=("a",))
     assert is_certain(guard, {"a": Dim(min=4)})
     assert not is_certain(guard, {"a": Dim(min=3)})
+    between = Guard(text="", rule="16 * d0 * (-1 + d1 // 8) != 0", symbols=("a", "b"))
+    assert is_certain(between, {"a": Dim(), "b": Dim(min=16)})
+    assert not is_certain(between, {"a": Dim(), "b": Dim(min=15)})
 
 
 def test_a_guard_between_two_sizes_is_looked_at_once_for_the_same_ranges(monkeypatch: pytest.MonkeyPatch) -> None:

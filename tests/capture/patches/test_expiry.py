@@ -216,6 +216,11 @@ def makes_a_constant_of_a_number_of_rows() -> bool:
     return refused(Of(lambda x: sum(x.unbind(1))), X, message=SPECIALIZED)
 
 
+@shows("patches/stand_ins/size_parts")
+def makes_a_constant_of_the_size_of_a_diagonal() -> bool:
+    return refused(Of(lambda x: (x[0] @ x[0].T).fill_diagonal_(0)), X, message=SPECIALIZED)
+
+
 @shows("patches/stand_ins/numpy_arrays")
 def refuses_an_array_of_a_size() -> bool:
     return refused(Of(lambda x: x + torch.from_numpy(np.sin(np.arange(x.shape[1])))[:, None]), X, message="")
@@ -495,6 +500,7 @@ CASES: dict[Any, Case] = {
     _ATEN.remainder.Scalar: of(lambda x: x % 0.7, SEVENTHS),
     _ATEN.remainder.Tensor: of(lambda x, y: x % y, SEVENTHS, torch.full((50,), 0.7)),
     _ATEN.floor_divide.default: of(lambda x: x // 0.7, SEVENTHS),
+    _ATEN.floor_divide.Scalar: of(lambda x: x // 2.5, COUNTS),
     _ATEN.div.Tensor_mode: of(lambda x: torch.div(x, 0.7, rounding_mode="floor"), SEVENTHS),
     _ATEN.div.Scalar_mode: of(lambda x: _ATEN.div.Scalar_mode(x, 0.7, rounding_mode="floor"), SEVENTHS),
     _ATEN.scalar_tensor.default: of(lambda x: x.double() * 0.1 * 1e9 % 1, R),
@@ -549,6 +555,7 @@ CASES: dict[Any, Case] = {
     ),
     _ATEN.adaptive_max_pool2d.default: of(lambda x: F.adaptive_max_pool2d(x, (2, 4), return_indices=True), IMAGE),
     _ATEN.where.self: of(lambda x: torch.where(x > 0, x > 0.5, x < -0.5), R),
+    _ATEN.diagonal_scatter.default: of(lambda x: x.diagonal_scatter(x[0, 1:], 1), CUBE[0].T @ CUBE[1]),
     _ATEN.instance_norm.default: of(
         lambda norm, x: norm(x), torch.full((1, 2, 31, 31), 1 / 3), parts=[nn.InstanceNorm2d(2)], atol=1e-5
     ),

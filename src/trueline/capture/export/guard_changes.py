@@ -160,7 +160,7 @@ def _breaks_far(guard: Guard, inside: tuple[tuple[str, Dim], ...]) -> bool:
 
 def is_certain(guard: Guard, dims: Mapping[str, Dim]) -> bool:
     """Whether polynomials show that it holds for all sizes from the least on: written in what each size has above its
-    least, a difference without a negative term is never below 0. Also of one quotient that is compared with 0."""
+    least, a difference without a negative term is never below 0. Also of quotients that are compared with a number."""
     tree = ast.parse(guard.rule, mode="eval").body
     if not isinstance(tree, ast.Compare) or len(tree.ops) != 1:
         return False
@@ -169,6 +169,10 @@ def is_certain(guard: Guard, dims: Mapping[str, Dim]) -> bool:
     try:
         match tree.ops[0], other:
             case ast.NotEq(), ast.Constant(value=0) if _find_least(one, least) > 0:
+                return True
+            case ((ast.NotEq() | ast.Gt()), ast.Constant(value=int(number))) if _is_more(one, number, least):
+                return True
+            case ast.GtE(), ast.Constant(value=int(number)) if _is_more(one, number - 1, least):
                 return True
         match tree.ops[0]:
             case ast.NotEq():
@@ -211,6 +215,38 @@ def _find_least(node: ast.expr, least: Mapping[str, int]) -> int:
             same = ast.unparse(part.left) == ast.unparse(left) and _find_least(part, least) > 0
             return _find_least(part.right, least) if same else 0
     return 0
+
+
+def _is_more(node: ast.expr, number: int, least: Mapping[str, int]) -> bool:
+    """Whether sums, products and quotients of what the sizes are at least are more than `number`."""
+    bound = _bound_below(node, least)
+    return bound is not None and bound > number
+
+
+def _bound_below(node: ast.expr, least: Mapping[str, int]) -> int | None:
+    match node:
+        case ast.Constant(value=int(number)):
+            return number
+        case ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=int(number))):
+            return -number
+        case ast.Name(id=name):
+            return least.get(name)
+        case ast.BinOp(op=ast.Mod(), right=ast.Constant(value=int(by))) if by > 0:
+            return 0
+        case ast.BinOp(left=left, op=ast.Sub(), right=ast.Constant(value=int(number))):
+            bound = _bound_below(left, least)
+            return None if bound is None else bound - number
+        case ast.BinOp(left=left, op=ast.FloorDiv(), right=ast.Constant(value=int(by))) if by > 0:
+            bound = _bound_below(left, least)
+            return None if bound is None else bound // by
+        case ast.BinOp(left=left, op=ast.Add() | ast.Mult() as op, right=right):
+            one, other = _bound_below(left, least), _bound_below(right, least)
+            if one is None or other is None:
+                return None
+            if isinstance(op, ast.Add):
+                return one + other
+            return one * other if min(one, other) >= 0 else None
+    return None
 
 
 def _is_above(one: ast.expr, other: ast.expr, least: Mapping[str, int]) -> bool:

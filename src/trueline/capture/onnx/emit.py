@@ -173,6 +173,7 @@ def translate(
     if found is None:
         raise CaptureError("torch.onnx returned no program")
     half_outputs.cast_outputs(found.model, program)
+    pass_workarounds.name_lengths(found.model)
     lstm_steps.compute_gates_exactly(found.model, every=exact_tails)
     size_arithmetic.compute_in_double(found.model)
     padded_pool.separate_pads(found.model)

@@ -170,6 +170,28 @@ def _source_dtype(value: ir.Value | None) -> ir.DataType | None:
     return cast.dtype if cast is not None else None
 
 
+_REARRANGES = frozenset({"Expand", "Gather", "Identity", "Reshape", "Slice", "Squeeze", "Transpose", "Unsqueeze"})
+_FOLLOWED = 12
+"""Operators between a mask and what is multiplied: a running product of a mask is one of five."""
+
+
+def _is_at_most_one(value: ir.Value | None, steps: int = _FOLLOWED) -> bool:
+    """Whether numbers are booleans, or constants of at most 1, that were cast, moved or chosen among: their products
+    are exact."""
+    constant = None if value is None else convenience.get_const_tensor(value)
+    if constant is not None:
+        return bool((np.abs(constant.numpy()) <= 1).all())
+    producer = None if value is None else value.producer()
+    if value is None or producer is None or not steps:
+        return value is not None and value.dtype == ir.DataType.BOOL
+    if value.dtype == ir.DataType.BOOL:
+        return True
+    if producer.op_type == "Cast" or producer.op_type in _REARRANGES:
+        return _is_at_most_one(producer.inputs[0], steps - 1)
+    parts = producer.inputs[1:] if producer.op_type == "Where" else producer.inputs
+    return producer.op_type in ("Where", "Mul") and all(_is_at_most_one(one, steps - 1) for one in parts)
+
+
 def _sum(builder: _Builder) -> None:
     given, *axes = builder.inputs
     if _source_dtype(given) in _NARROW:
@@ -187,7 +209,7 @@ def _sum(builder: _Builder) -> None:
 
 def _product(builder: _Builder) -> None:
     given, *rest = builder.inputs
-    if given is None or _source_dtype(given) == ir.DataType.BOOL:
+    if given is None or _is_at_most_one(given):
         return
     axes = convenience.get_const_tensor(rest[0]) if rest and rest[0] is not None else None
     places = [] if axes is None else [int(axis) for axis in axes.numpy().reshape(-1)]

@@ -363,6 +363,7 @@ TRANSLATIONS: Table = {
     _ATEN.fmod.Scalar: _fmod,
     _ATEN.fmod.Tensor: _fmod,
     _ATEN.floor_divide.default: _floor_divide,
+    _ATEN.floor_divide.Scalar: _floor_divide,
     _ATEN.div.Tensor_mode: _div_mode,
     _ATEN.div.Scalar_mode: _div_mode,
     _ATEN.signbit.default: _signbit,

@@ -1,4 +1,5 @@
-"""Programs on which passes of torch.onnx fail, or of which they leave out checks, rewritten to other operators.
+"""Programs on which passes of torch.onnx fail, or of which they leave out checks, rewritten to other operators; and
+lengths that it infers wrongly.
 
 Its pass over dtypes turns `1.0 - x` of integers into a call that torch does not have; its constant folding fails on
 parts whose size is known only at run time.
@@ -6,12 +7,18 @@ parts whose size is known only at run time.
 One leaves out what raises, `torch._assert_async(ok, "…")`. Such a check becomes an index that is 0 where it holds, and
 beyond a table of one number where it does not, which ONNX Runtime refuses. What is looked up, 0, is added to the
 outputs, so that no runtime leaves it out.
+
+The result of a Fourier transform of a length of its own is taken to be as long as what is transformed, by ONNX Runtime
+too. It reuses memory of tensors whose sizes have one name, and fails on some lengths.
 """
 
 import operator
+import re
 from typing import Any
 
+import onnx_ir
 import torch
+from onnx_ir import convenience
 from torch.fx import Graph, Node
 from torch.utils._pytree import tree_map_only
 
@@ -84,6 +91,36 @@ def _rewrite_split(graph: Graph, node: Node) -> None:
         part.replace_all_uses_with(result)
         graph.erase_node(part)
     graph.erase_node(node)
+
+
+_INNER = re.compile(r"val_\d+$")
+"""What the exporter calls values inside of a translation, whose shapes are inferred; those of torch's are known."""
+
+
+def name_lengths(model: onnx_ir.Model) -> None:
+    """Gives the length that a transform receives a name of its own. Rewrites `model` in place."""
+    for number, node in enumerate(onnx_ir.traversal.RecursiveGraphIterator(model.graph)):
+        if node.op_type != "DFT" or len(node.inputs) < 2 or node.inputs[1] is None:
+            continue
+        found = node.outputs[0]
+        last = node.inputs[2] if len(node.inputs) > 2 else None
+        axis = None if last is None else convenience.get_const_tensor(last)
+        if found.shape is None or axis is None or not _INNER.match(found.name or ""):
+            continue
+        sizes: list[Any] = list(found.shape)
+        sizes[int(axis.numpy().item())] = f"transformed_{number}"
+        _forget_shapes(found)
+        found.shape = onnx_ir.Shape(sizes)
+
+
+def _forget_shapes(value: onnx_ir.Value) -> None:
+    """Of `value`, and of what is inferred from it."""
+    if value.shape is None or value.is_graph_output() or not _INNER.match(value.name or ""):
+        return
+    value.shape = None
+    for user, _ in value.uses():
+        for output in user.outputs:
+            _forget_shapes(output)
 
 
 def keep_checks(program: torch.export.ExportedProgram) -> torch.export.ExportedProgram:

@@ -122,6 +122,7 @@ def _compute_in_double(node: ir.Node) -> None:
     squares = node.op_type == "ReduceL2" and not _is_magnitude(node)  # out of range where torch's are
     kind = "ReduceSumSquare" if squares else node.op_type
     same = ir.Node(node.domain, kind, [wide.outputs[0], *node.inputs[1:]], node.attributes.values())
+    same.outputs[0].shape = node.outputs[0].shape
     narrow = ir.node("Cast", [same.outputs[0]], attributes={"to": ir.DataType.FLOAT})
     narrow.outputs[0].type = ir.TensorType(ir.DataType.FLOAT)
     _replace(node, [wide, same, narrow, *([ir.node("Sqrt", [narrow.outputs[0]])] if squares else [])])

@@ -59,6 +59,28 @@ def _add(self: Any, other: Any, alpha: float = 1) -> Any:
     return core.aten_add(self, other, alpha)
 
 
+def _diagonal_scatter(self: Any, src: Any, offset: int = 0, dim1: int = 0, dim2: int = 1) -> Any:
+    """What is written into a diagonal. The exporter takes it apart into a copy into a view, which it then refuses."""
+    rank = len(self.shape)
+    order = [axis for axis in range(rank) if axis not in (dim1 % rank, dim2 % rank)] + [dim1 % rank, dim2 % rank]
+    moved = op.Transpose(self, perm=order)
+    zero, one = (op.Constant(value_int=number) for number in (0, 1))
+    rows, columns = (
+        op.Range(zero, op.Squeeze(op.Shape(moved, start=rank + at, end=rank + at + 1)), one) for at in (-2, -1)
+    )
+    column = op.Unsqueeze(op.Add(rows, op.Constant(value_int=offset)), op.Constant(value_ints=[1]))
+    first = op.Constant(value_ints=[max(-offset, 0)])
+    left = op.Sub(op.Sub(op.Shape(rows), first), op.Shape(src, start=-1))
+    pads = op.Concat(first, op.Max(left, op.Constant(value_ints=[0])), axis=0)
+    nothing = op.CastLike(op.Constant(value_int=0), src)
+    values = op.Pad(src, pads, nothing, op.Constant(value_ints=[-1]))  # one for each row
+    values = op.CastLike(op.Unsqueeze(values, op.Constant(value_ints=[-1])), self)
+    values.dtype = self.dtype
+    inverse = sorted(range(rank), key=order.__getitem__)
+    moved.dtype = self.dtype
+    return op.Transpose(_where(op.Equal(column, columns), values, moved), perm=inverse)
+
+
 def _instance_norm(input: Any, *rest: Any) -> Any:
     """Centred first: ONNX Runtime sums a channel's elements one by one, and divides the mean's rounding error by the
     deviation, which is large for a nearly constant channel."""
@@ -276,6 +298,7 @@ TRANSLATIONS: dict[Callable[..., Any], Callable[..., Any]] = {
     _ATEN.log_softmax.int: _cast_first(special.aten_special_log_softmax),
     _ATEN.mean.default: _mean,
     _ATEN.mean.dim: _mean_along,
+    _ATEN.diagonal_scatter.default: _diagonal_scatter,
     _ATEN.instance_norm.default: _instance_norm,
     _ATEN.rnn_tanh.input: _rnn("Tanh"),
     _ATEN.rnn_relu.input: _rnn("Relu"),

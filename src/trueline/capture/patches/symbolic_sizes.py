@@ -1,9 +1,9 @@
 """Functions of torch that make a number of a size, or bound it, without need.
 
-`max_pool1d`, `take_along_dim`, `bincount`, `new_tensor`, `kron`, `affine_grid`, `linspace`, `nbytes`, windows,
-frequencies, indices of triangles, covariance, gradients, tables of powers and chains of products fix their sizes, and
-`cdist` takes another algorithm from 26 rows on. Here they are computed from the size, by their documentation, or by an
-operator that decides at run time.
+`max_pool1d`, `take_along_dim`, `bincount`, `bucketize`, `new_tensor`, `kron`, `affine_grid`, `linspace`, `nbytes`,
+windows, frequencies, indices of triangles, covariance, gradients, tables of powers and chains of products fix their
+sizes, and `cdist` takes another algorithm from 26 rows on. Here they are computed from the size, by their
+documentation, or by an operator that decides at run time.
 """
 
 import math
@@ -15,6 +15,7 @@ import torch
 from torch._dynamo.trace_rules import get_torch_obj_rule_map
 
 from trueline.capture.patches import Patch
+from trueline.capture.patches.stand_ins import size_parts
 
 PATCH = Patch(
     issue="pytorch/pytorch#172930", versions="torch 2.13", cost="under 0.1 ms", helps=("vq_vae", "dgcnn", "textcnn")
@@ -36,9 +37,14 @@ def keep_sizes_free() -> Iterator[None]:
             (torch, "arange", _arange(torch.arange)),
             (torch, "bincount", _bincount(torch.bincount)),
             (torch.Tensor, "bincount", _bincount(torch.Tensor.bincount)),
+            (torch, "bucketize", _bucketize(torch.bucketize)),
             (torch, "linspace", _linspace(torch.linspace)),
             (torch, "max_pool1d", _max_pool1d),
             (torch, "take_along_dim", _take_along_dim(torch.take_along_dim)),
+            (torch, "tensor_split", size_parts.split_evenly(torch.tensor_split)),
+            (torch.Tensor, "tensor_split", size_parts.split_evenly(torch.Tensor.tensor_split)),
+            (torch, "unravel_index", size_parts.unravel(torch.unravel_index)),
+            (torch.Tensor, "fill_diagonal_", size_parts.fill_diagonal(torch.Tensor.fill_diagonal_)),
             (torch.Tensor, "nbytes", property(lambda tensor: tensor.numel() * tensor.element_size())),
             (torch.Tensor, "new_tensor", _new_tensor(torch.Tensor.new_tensor)),
             (torch.Tensor, "take_along_dim", _take_along_dim(torch.Tensor.take_along_dim)),
@@ -108,6 +114,17 @@ def _bincount(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tens
         return found.scatter_add(0, input.long(), torch.ones_like(input, dtype=torch.int64))
 
     return count
+
+
+def _bucketize(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """Among a free number of borders: what `searchsorted` finds, which leaves it free."""
+
+    def find(input: Any, boundaries: torch.Tensor, *, out_int32: bool = False, right: bool = False) -> torch.Tensor:
+        if not isinstance(input, torch.Tensor) or isinstance(boundaries.shape[-1], int):
+            return original(input, boundaries, out_int32=out_int32, right=right)
+        return torch.searchsorted(boundaries, input, out_int32=out_int32, right=right)
+
+    return find
 
 
 def _are_fractions(options: Mapping[str, Any]) -> bool:

@@ -289,9 +289,15 @@ class _Follow(OperatorMode):  # type: ignore[no-untyped-call]
                 self._reads.follow(leaf)
             elif leaf is not None:
                 self._reads.note(leaf)
-        if torch.Tag.dynamic_output_shape in func.tags:
+        if torch.Tag.dynamic_output_shape in func.tags and not _has_least_length(func, args, kwargs, result):
             self._reads.note([one.shape for one in tree_leaves(result) if isinstance(one, torch.Tensor)], size=True)
         return result
+
+
+def _has_least_length(func: Any, args: Any, kwargs: Any, result: Any) -> bool:
+    """Whether a count of numbers is as long as the code says, which no value decided: programs refuse larger ones."""
+    least = kwargs.get("minlength", args[2] if len(args) > 2 else 0)
+    return func is torch.ops.aten.bincount.default and result.shape[0] == least
 
 
 _OF_SIZES = ("new_", "empty_like", "zeros_like", "ones_like", "full_like", "sym_")
