@@ -92,6 +92,7 @@ MAX_LINES += 80  # parameters that a step leaves out, bounds of numbers that a l
 MAX_LINES += 1_100  # what a model reads of its process, machine and thread, whatever tells it (0020)
 MAX_LINES += 100  # numbers beside doubles, shifts, and rules of an optimizer that are left out (0020)
 MAX_LINES += 500  # sums of one host by reading the members' memory (0021)
+MAX_LINES += 720  # doubles, half precision and images of a free size in ONNX (0020)
 MAX_FOLDER_FILES = 20
 MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 50
