@@ -262,24 +262,24 @@ def test_a_full_disk_does_not_take_the_bundle_that_was_there(captured: Path, mon
     assert [path.name for path in captured.parent.iterdir()] == ["b"]
 
 
-class Brained(nn.Module):
-    """Computes in a precision that ONNX Runtime has no product of on the CPU."""
+class Doubled(nn.Module):
+    """Computes in a precision that ONNX Runtime has no convolution of."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.layer = nn.Linear(8, 4).bfloat16()
+        self.layer = nn.Conv1d(1, 4, 3).double()
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.layer(x.bfloat16()).float()  # brained
+        return self.layer(x.double()[:, None]).flatten(1).float()  # doubled
 
 
 def test_a_precision_that_a_runtime_has_not_is_refused_by_name_with_the_line_and_no_folder(out: Path) -> None:
-    found = capture(recipe(Brained), None, out)
+    found = capture(recipe(Doubled), None, out)
     attempts = {one["format"]: one for one in open_bundle(out).lineage()["attempts"]}
     assert attempts["onnx"]["verdict"] == "refused"
     assert attempts["onnx"]["emitted"]
-    assert "it computes in bfloat16 there" in attempts["onnx"]["why"]
-    assert attempts["onnx"]["line"] == marks.place_of(__file__, "brained")
+    assert "it computes in double there" in attempts["onnx"]["why"]
+    assert attempts["onnx"]["line"] == marks.place_of(__file__, "doubled")
     assert str(out.parent) not in json.dumps(attempts)
     assert attempts["torch_export"]["verdict"] == "proven"
     assert found.serve == "torch_export"

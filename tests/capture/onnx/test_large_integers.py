@@ -41,6 +41,7 @@ OPERATORS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "the largest with its place": lambda x: x.max(1).values,
     "the most frequent of each row": lambda x: x[:, torch.arange(40) % 13].mode(1).values,
     "a count": lambda x: (x > 0).sum(1),
+    "zero to its power": lambda x: 0 ** x.abs() + 0 ** (x % 3).int(),
     "none of them zero": lambda x: (x != 0).prod(1),
     "how many at first are above zero": lambda x: (x > 0).int().cumprod(1).sum(1),
 }

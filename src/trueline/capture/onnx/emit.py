@@ -25,7 +25,6 @@ from trueline.capture.export.exported import Exported
 from trueline.capture.export.tracing import quiet
 from trueline.capture.model import code_paths
 from trueline.capture.onnx import (
-    half_outputs,
     integer_arithmetic,
     kernels,
     large_integers,
@@ -39,6 +38,7 @@ from trueline.capture.onnx import (
     torchlib_cache,
     weight_parts,
 )
+from trueline.capture.onnx.dtypes import casts, exact_numbers, fusions
 from trueline.capture.onnx.numerics import EXACT_TAILS
 from trueline.capture.onnx.translations import TRANSLATIONS
 from trueline.capture.opsets import FORMAT_VERSIONS
@@ -172,7 +172,8 @@ def translate(
         ) from error
     if found is None:
         raise CaptureError("torch.onnx returned no program")
-    half_outputs.cast_outputs(found.model, program)
+    casts.cast_outputs(found.model, program)
+    casts.keep_halves(found.model)
     pass_workarounds.name_lengths(found.model)
     lstm_steps.compute_gates_exactly(found.model, every=exact_tails)
     size_arithmetic.compute_in_double(found.model)
@@ -181,6 +182,8 @@ def translate(
     integer_arithmetic.avoid_overflow(found.model)
     kernels.widen_integers(found.model)
     large_integers.compute_exactly(found.model)
+    casts.keep_each_cast(found.model)
+    fusions.keep_doubles(found.model)
     weight_parts.store_parts(found.model)
     NameFixPass()(found.model)  # what the caller names may be what the exporter calls a value inside: `add`
     return found
@@ -202,6 +205,7 @@ def _export(
         torchlib_cache.cache_torchlib(),
         decomposition_cache.cache_operators(),
         optimizer_rules.keep_answers(),
+        exact_numbers.keep_exact(),
     ):
         return torch.onnx.export(
             program,

@@ -34,11 +34,11 @@ def widen_integers(model: ir.Model) -> None:
     """Rewrites `model` in place."""
     opset = model.opset_imports.get("", 18)
     for number, node in enumerate(list(ir.traversal.RecursiveGraphIterator(model.graph))):
-        kinds = _kinds_of(node, opset) if node.domain == "" and not computes_size(node) else {}
-        if set(kinds.values()) & set(_WIDER) and not _has_kernel(node.op_type, opset, kinds):
-            wider = next((one for one in _list_wider(kinds) if _has_kernel(node.op_type, opset, one)), None)
+        kinds = read_kinds(node, opset) if node.domain == "" and not computes_size(node) else {}
+        if set(kinds.values()) & set(_WIDER) and not has_kernel(node.op_type, opset, kinds):
+            wider = next((one for one in _list_wider(kinds) if has_kernel(node.op_type, opset, one)), None)
             if wider is not None:
-                _widen(node, kinds, wider, opset, number)
+                widen(node, kinds, wider, opset, str(number))
 
 
 @cache
@@ -50,15 +50,18 @@ def _kernels() -> Mapping[str, list[tuple[int, int, Mapping[str, list[str]]]]]:
     return found
 
 
-def _has_kernel(name: str, opset: int, kinds: Kinds) -> bool:
-    """Also where ONNX Runtime has none at all: then the dtype is not the reason."""
-    kernels = _kernels().get(name, [])
-    if not kernels:
-        return True
-    since = _schema(name, opset).since_version
+def has_kernel(name: str, opset: int, kinds: Kinds) -> bool:
+    """Whether ONNX has an operator of `kinds`, and ONNX Runtime a kernel for it, or none at all of this operator: then
+    the dtype is not why."""
+    schema = _schema(name, opset)
     said = {kind: f"tensor({dtype.name.lower()})" for kind, dtype in kinds.items()}
-    return any(
-        first <= since <= last and all(dtype in allowed.get(kind, [dtype]) for kind, dtype in said.items())
+    declared = {one.type_param_str: one.allowed_type_strs for one in schema.type_constraints}
+    if any(dtype not in declared.get(kind, (dtype,)) for kind, dtype in said.items()):
+        return False
+    kernels = _kernels().get(name, [])
+    return not kernels or any(
+        first <= schema.since_version <= last
+        and all(dtype in allowed.get(kind, [dtype]) for kind, dtype in said.items())
         for first, last, allowed in kernels
     )
 
@@ -75,8 +78,8 @@ def _parameters(values: object, declared: object) -> Iterator[tuple[ir.Value, st
             yield value, declared[min(at, len(declared) - 1)].type_str  # type: ignore[index, arg-type]
 
 
-def _kinds_of(node: ir.Node, opset: int) -> Kinds:
-    """Empty where the operator or a dtype is not known."""
+def read_kinds(node: ir.Node, opset: int) -> Kinds:
+    """What each type parameter of `node` is; empty where the operator or a dtype is not known."""
     try:
         schema = _schema(node.op_type, opset)
     except onnx.defs.SchemaError:
@@ -84,6 +87,13 @@ def _kinds_of(node: ir.Node, opset: int) -> Kinds:
     parameters = {one.type_param_str for one in schema.type_constraints}
     pairs = [*_parameters(node.inputs, schema.inputs), *_parameters(node.outputs, schema.outputs)]
     return {name: value.dtype for value, name in pairs if name in parameters and value.dtype is not None}
+
+
+def set_types(node: ir.Node, kinds: Kinds, opset: int) -> None:
+    """Gives the outputs of `node` that have no dtype those that `kinds` tells."""
+    for value, name in _parameters(node.outputs, _schema(node.op_type, opset).outputs) if kinds else ():
+        if value.dtype is None and name in kinds:
+            value.type = ir.TensorType(kinds[name])
 
 
 def _list_wider(kinds: Kinds) -> Iterator[Kinds]:
@@ -95,13 +105,14 @@ def _list_wider(kinds: Kinds) -> Iterator[Kinds]:
         yield {name: wide if wide in _WIDER.get(kind, ()) else kind for name, kind in kinds.items()}
 
 
-def _widen(node: ir.Node, kinds: Kinds, wider: Kinds, opset: int, number: int) -> None:
+def widen(node: ir.Node, kinds: Kinds, wider: Kinds, opset: int, tag: str) -> None:
+    """Puts casts around `node`, from `kinds` to `wider` and back; `tag` is part of their names."""
     assert node.graph is not None
     changed = {name for name in kinds if kinds[name] != wider[name]}
     schema = _schema(node.op_type, opset)
     for at, (value, name) in enumerate(list(_parameters(node.inputs, schema.inputs))):
         if name in changed:
-            cast = _cast(value, wider[name], f"wide_{number}_{at}", node)
+            cast = _cast(value, wider[name], f"wide_{tag}_{at}", node)
             node.graph.insert_before(node, [cast])
             for place, used in enumerate(node.inputs):
                 if used is value:
@@ -109,7 +120,7 @@ def _widen(node: ir.Node, kinds: Kinds, wider: Kinds, opset: int, number: int) -
     for at, (value, name) in enumerate(list(_parameters(node.outputs, schema.outputs))):
         if name in changed:
             kind = kinds[name]
-            cast = _cast(value, kind, f"narrow_{number}_{at}", node)
+            cast = _cast(value, kind, f"narrow_{tag}_{at}", node)
             uses = [use for use in value.uses() if use.node is not cast]
             node.graph.insert_after(node, [cast])
             for use in uses:

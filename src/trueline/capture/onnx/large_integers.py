@@ -11,7 +11,8 @@ Sums (`ReduceSum`)
 Products (`ReduceProd`)
     As FP64, too: of at most MOST_FACTORS, one is multiplied after the other.
 Powers (`Pow`)
-    As FP64, too. Those to numbers that the program holds are multiplied; those of 2 wrap beyond 2**62.
+    As FP64, too. Those to numbers that the program holds are multiplied; those of 2 wrap beyond 2**62,
+    those of 0 are a comparison.
 """
 
 from collections.abc import Callable
@@ -263,6 +264,10 @@ def _power(builder: _Builder) -> None:
         return
     if exponent is not None and exponent.min() >= 0:
         _multiply(builder, builder.inputs[0], exponent)
+        return
+    if base is not None and base.size == 1 and base.item() == 0 and given is not None:
+        zero = builder.add("Equal", given, builder.hold(0, given.dtype), to=ir.DataType.BOOL)
+        builder.add("Cast", zero, to=kind)
         return
     if base is None or base.size != 1 or base.item() != 2:
         raise CaptureError(

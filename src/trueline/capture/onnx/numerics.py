@@ -123,13 +123,13 @@ def _signbit(self: Any) -> Any:
     return op.Or(below, op.And(op.Equal(self, zero), op.Less(op.Div(_like(1.0, self), self), zero)))
 
 
-def _atan2(self: Any, other: Any) -> Any:
-    """In all four quadrants and on their borders; the exporter's is -pi straight to the left, and 0 for NaN."""
+def write_arctan2(self: Any, other: Any, arctan: Callable[[Any], Any]) -> Any:
+    """atan2, in all four quadrants and on their borders; the exporter's is -pi straight to the left, and 0 for NaN."""
     zero, pi = _like(0.0, self), _like(math.pi, self)
     turned, far = (_signbit(one) for one in (self, other)), op.And(op.IsInf(self), op.IsInf(other))
     self, other = (op.Where(far, op.Sign(one), one) for one in (self, other))
     nowhere = op.And(op.Equal(self, zero), op.Equal(other, zero))
-    slope = op.Where(nowhere, self, op.Atan(op.Div(self, op.Where(nowhere, _like(1.0, self), other))))
+    slope = op.Where(nowhere, self, arctan(op.Div(self, op.Where(nowhere, _like(1.0, self), other))))
     below, left = turned
     return op.Where(left, op.Add(slope, op.Where(below, op.Neg(pi), pi)), slope)
 
@@ -172,7 +172,7 @@ def _logaddexp2(self: Any, other: Any) -> Any:
     """The same of powers of two."""
     apart = op.Where(op.Equal(self, other), _like(0.0, self), op.Abs(op.Sub(self, other)))
     two = op.CastLike(op.Constant(value=ir.tensor(math.log(2), dtype=ir.DataType.DOUBLE)), self)
-    return op.Add(op.Max(self, other), op.Div(_log1p(op.Exp(op.Mul(op.Neg(apart), two))), two))
+    return op.Add(op.Max(self, other), op.Div(log1p(op.Exp(op.Mul(op.Neg(apart), two))), two))
 
 
 def _logcumsumexp(self: Any, dim: int) -> Any:
@@ -196,10 +196,10 @@ def _logcumsumexp(self: Any, dim: int) -> Any:
 
 def _log_sigmoid(self: Any) -> Any:
     """The logarithm of a sigmoid that may be too small for a float."""
-    return op.Sub(op.Min(self, _like(0.0, self)), _log1p(op.Exp(op.Neg(op.Abs(self)))))
+    return op.Sub(op.Min(self, _like(0.0, self)), log1p(op.Exp(op.Neg(op.Abs(self)))))
 
 
-def _log1p(self: Any) -> Any:
+def log1p(self: Any) -> Any:
     """log(1 + x), also of an x that is lost in 1 + x: the logarithm of the rounded sum, times the quotient of what was
     added and what arrived. Source: HP-15C Advanced Functions Handbook, page 193."""
     one = _like(1.0, self)
@@ -210,7 +210,7 @@ def _log1p(self: Any) -> Any:
     return op.Where(op.Equal(added, _like(0.0, self)), self, large)
 
 
-def _expm1(self: Any) -> Any:
+def expm1(self: Any) -> Any:
     """exp(x) - 1, also of an x whose exponential is nearly 1. Source: Higham, Accuracy and Stability, 1.14.1."""
     one = _like(1.0, self)
     power = op.Exp(self)
@@ -220,7 +220,7 @@ def _expm1(self: Any) -> Any:
 
 
 def _elu(self: Any, alpha: float = 1.0, scale: float = 1.0, input_scale: float = 1.0) -> Any:
-    below = op.Mul(_expm1(op.Mul(self, _like(input_scale, self))), _like(alpha, self))
+    below = op.Mul(expm1(op.Mul(self, _like(input_scale, self))), _like(alpha, self))
     return op.Mul(op.Where(op.Greater(self, _like(0.0, self)), self, below), _like(scale, self))
 
 
@@ -368,7 +368,6 @@ TRANSLATIONS: Table = {
     _ATEN.div.Scalar_mode: _div_mode,
     _ATEN.signbit.default: _signbit,
     _PRIMS.signbit.default: _signbit,
-    _ATEN.atan2.default: _atan2,
     _PRIMS.hypot.default: _hypot,
     _PRIMS.fmax.default: _extreme_of_numbers(op.Max),
     _PRIMS.fmin.default: _extreme_of_numbers(op.Min),
@@ -376,8 +375,8 @@ TRANSLATIONS: Table = {
     _ATEN.logaddexp2.default: _in_double(_logaddexp2),
     _ATEN.logcumsumexp.default: _logcumsumexp,
     _ATEN.log_sigmoid.default: _log_sigmoid,
-    _ATEN.log1p.default: _log1p,
-    _ATEN.expm1.default: _expm1,
+    _ATEN.log1p.default: log1p,
+    _ATEN.expm1.default: expm1,
     _ATEN.elu.default: _elu,
     _ATEN.celu.default: _celu,
     _ATEN.selu.default: _selu,

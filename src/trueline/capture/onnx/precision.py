@@ -24,6 +24,7 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import numpy as np
 import onnx_ir as ir
 from onnx_ir import convenience
 
@@ -60,7 +61,11 @@ def compute_exactly(model: ir.Model) -> None:
             elif node.op_type in ("ReduceMax", "ReduceMin"):
                 _keep_nan(node)
             elif node.op_type in _NORMALIZATIONS and _normalizes_many(node):
-                _normalize_by_formula(node)
+                _normalize_by_formula(node, ir.DataType.FLOAT)
+        elif node.op_type in _NORMALIZATIONS and node.inputs[0] is not None and _is_of_doubles(node):
+            _normalize_by_formula(node, ir.DataType.DOUBLE)
+        elif node.op_type == "BatchNormalization" and node.inputs[0] is not None and _is_of_doubles(node):
+            _normalize_by_channel(node)
 
 
 def _loses_digits(node: ir.Node) -> bool:
@@ -97,6 +102,13 @@ def _normalizes_many(node: ir.Node) -> bool:
     if shape is None or any(value.uses() or value.is_graph_output() for value in node.outputs[1:]):
         return False
     return _are_many([shape[axis] for axis in _normalized_axes(node, len(shape))])
+
+
+def _is_of_doubles(node: ir.Node) -> bool:
+    """Whether it is one of doubles, whose rank is known: it has what is added to the variance in single precision."""
+    value = node.inputs[0]
+    beside = any(one.uses() or one.is_graph_output() for one in node.outputs[1:])
+    return value is not None and value.dtype == ir.DataType.DOUBLE and value.shape is not None and not beside
 
 
 def _normalized_axes(node: ir.Node, rank: int) -> list[int]:
@@ -142,12 +154,12 @@ def _keep_nan(node: ir.Node) -> None:
     _replace(node, [*steps, same, nan, chosen])
 
 
-def _normalize_by_formula(node: ir.Node) -> None:
-    """Mean and sum of squares in double, the latter rounded, so that it overflows where torch's does."""
+def _normalize_by_formula(node: ir.Node, single: ir.DataType) -> None:
+    """Mean and sum of squares in double, the latter rounded to `single`, so that it overflows where torch's does."""
     given, scale, *rest = (value for value in node.inputs if value is not None)
     assert given.shape is not None
     rank = len(given.shape)
-    epsilon = node.attributes["epsilon"].as_float() if "epsilon" in node.attributes else 1e-5
+    epsilon = _epsilon_of(node)
     nodes: list[ir.Node] = []
 
     def add(op: str, *inputs: ir.Node | ir.Value, to: ir.DataType, **attributes: Any) -> ir.Node:
@@ -159,7 +171,7 @@ def _normalize_by_formula(node: ir.Node) -> None:
     def hold(number: float | list[int], kind: ir.DataType) -> ir.Node:
         return add("Constant", to=kind, value=ir.tensor(number, dtype=kind))
 
-    wide, single, whole = ir.DataType.DOUBLE, ir.DataType.FLOAT, ir.DataType.INT64
+    wide, whole = ir.DataType.DOUBLE, ir.DataType.INT64
     axes = hold(_normalized_axes(node, rank), whole)
     numbers = add("Cast", given, to=wide)
     apart = add("Sub", numbers, add("ReduceMean", numbers, axes, to=wide), to=wide)
@@ -174,6 +186,33 @@ def _normalize_by_formula(node: ir.Node) -> None:
     found = add("Mul", found, scale, to=single)
     for shift in rest:
         found = add("Add", found, shift, to=single)
+    _replace(node, nodes)
+
+
+def _epsilon_of(node: ir.Node) -> float:
+    """The number of the code: the attribute has it in single precision."""
+    return float(str(np.float32(node.attributes["epsilon"].as_float()))) if "epsilon" in node.attributes else 1e-5
+
+
+def _normalize_by_channel(node: ir.Node) -> None:
+    """Of doubles, by the mean and variance that the program holds."""
+    given, scale, shift, mean, variance = node.inputs
+    assert given is not None
+    assert given.shape is not None
+    nodes: list[ir.Node] = []
+
+    def add(op: str, *inputs: ir.Value | None, **attributes: Any) -> ir.Value:
+        nodes.append(ir.node(op, inputs, attributes=attributes))
+        nodes[-1].outputs[0].type = ir.TensorType(ir.DataType.DOUBLE)
+        return nodes[-1].outputs[0]
+
+    beside = add("Constant", value=ir.tensor(list(range(1, len(given.shape) - 1)), dtype=ir.DataType.INT64))
+    beside.type = ir.TensorType(ir.DataType.INT64)
+    epsilon = add("Constant", value=ir.tensor(_epsilon_of(node), dtype=ir.DataType.DOUBLE))
+    deviation = add("Sqrt", add("Add", variance, epsilon))
+    scale, shift, mean, deviation = (add("Unsqueeze", one, beside) for one in (scale, shift, mean, deviation))
+    found = add("Mul", add("Div", add("Sub", given, mean), deviation), scale)
+    add("Add", found, shift)
     _replace(node, nodes)
 
 

@@ -16,7 +16,8 @@ from onnxscript.function_libs.torch_lib.ops import nn as resize
 from onnxscript.onnx_opset import opset18
 from torch.onnx._internal.exporter._torchlib.ops import hop
 
-from trueline.capture.onnx import indices, integer_arithmetic, numerics, order_statistics
+from trueline.capture.onnx import indices, integer_arithmetic, numerics, order_statistics, resampling
+from trueline.capture.onnx.dtypes import double_operators
 from trueline.capture.patches import Patch
 
 PATCH = Patch(
@@ -31,15 +32,6 @@ _CHOSEN = re.compile(r"\bu\d+")
 """torch's name of a size that values choose."""
 op: Any = opset18
 """Typed for tensors only; the exporter accepts Python's numbers and lists too."""
-
-
-def _scalar_tensor(
-    s: Any, dtype: int = ir.DataType.FLOAT.value, layout: str = "", device: str = "", pin_memory: bool = False
-) -> Any:
-    """A number of the code beside doubles; the exporter rounds it to single precision first."""
-    if isinstance(s, float) and dtype == ir.DataType.DOUBLE:
-        return op.Constant(value=ir.tensor(s, dtype=ir.DataType.DOUBLE))
-    return core.aten_scalar_tensor(s, dtype)
 
 
 def _where(condition: Any, self: Any, other: Any) -> Any:
@@ -286,13 +278,14 @@ TRANSLATIONS: dict[Callable[..., Any], Callable[..., Any]] = {
     **integer_arithmetic.TRANSLATIONS,
     **indices.TRANSLATIONS,
     **numerics.TRANSLATIONS,
+    **double_operators.TRANSLATIONS,
+    **resampling.TRANSLATIONS,
     **order_statistics.TRANSLATIONS,
     _ATEN.add.Tensor: _add,
     _ATEN.divide.Tensor: _promote(core.aten_div),
     _ATEN.multiply.Tensor: _promote(core.aten_mul),
     _ATEN.subtract.Tensor: _promote(core.aten_sub),
     _ATEN.pow.Tensor_Tensor: _power,
-    _ATEN.scalar_tensor.default: _scalar_tensor,
     _ATEN.where.self: _where,
     _ATEN.softmax.int: _cast_first(core.aten_softmax),
     _ATEN.log_softmax.int: _cast_first(special.aten_special_log_softmax),

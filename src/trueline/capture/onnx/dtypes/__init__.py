@@ -1,0 +1,1 @@
+"""Numbers of other dtypes than single precision in ONNX."""
