@@ -44,6 +44,9 @@ MIXED, ORDERS = 12, 4
 TURNS, TRAINED, STRIDE, LEAST = 20, 8, 0.15, 0.05
 """Steps of a training, records of each, how far a step moves a number, relative to the size of its parameter, and the
 least such size."""
+LEARNT = 0.1
+"""Of the first loss: at less the training ends, and smaller losses and gradients are judged by this part of the first
+ones, since those of a model that has learnt its records are rounding."""
 Batches = Generator[StepBatch, None, None]
 
 
@@ -54,6 +57,8 @@ class ExtremesTrial(FurtherTrial):
         super().__init__(tried)
         self._how, self._until = how, 0.0
         self._gradients: Sequence[torch.Tensor | None] = ()
+        self._first: tuple[float, float] | None = None
+        """Loss, and norm of the gradient, of the first batch that was compared."""
         self._values = [value for value in tried.inputs.model.parameters() if value.requires_grad]
 
     def batches(self) -> Batches:
@@ -108,7 +113,10 @@ class ExtremesTrial(FurtherTrial):
         """Raises UsageError if the loss of a third of a batch and two thirds do not make that of the batch."""
         tried = self._tried
         yield from tried.each_part(np.concatenate([one, other]), step=step, cuts=1)
-        if not tried.tried or not tried.is_finite() or _fits(tried.tried, self._how, tried.tolerance):
+        if not tried.tried or not tried.is_finite():
+            return
+        self._first = self._first or _measure(tried.tried)
+        if _fits(tried.tried, self._how, tried.tolerance, self._first):
             return
         try:
             reduction.confirm(tried.tried, self._how, "auto", tried.tolerance, "with records that are unlike others")
@@ -133,6 +141,8 @@ class ExtremesTrial(FurtherTrial):
             tried.after = self._note_gradients
             yield from tried.each_part(ids, step=step, cuts=0)
             tried.after = None
+            if tried.tried and self._first and abs(tried.tried[0].loss) < LEARNT * self._first[0]:
+                return True
             with torch.no_grad():
                 for value, grad, stride in zip(self._values, self._gradients, strides, strict=True):
                     if grad is not None and not grad.is_complex():
@@ -165,11 +175,15 @@ def find_ends(alone: dict[int, list[float]]) -> Iterator[tuple[Ints, Ints]]:
             yield low, high
 
 
-def _fits(tried: Sequence[reduction.LossSample], how: str, tolerance: float) -> bool:
+def _measure(tried: Sequence[reduction.LossSample]) -> tuple[float, float]:
+    """The largest loss, and norm of a gradient."""
+    return max(abs(one.loss) for one in tried), max(float(one.gradient.norm()) for one in tried)
+
+
+def _fits(tried: Sequence[reduction.LossSample], how: str, tolerance: float, first: tuple[float, float]) -> bool:
     """Whether the first is made of the others. What is left where gradients cancel is rounding."""
     whole, made = tried[0], reduction.combine(tried[1:], how)
-    loss = max(abs(one.loss) for one in tried)
-    size = max(float(one.gradient.norm()) for one in tried)
+    loss, size = (max(now, LEARNT * then) for now, then in zip(_measure(tried), first, strict=True))
     return (
         abs(whole.loss - made.loss) <= tolerance * loss
         and float((whole.gradient - made.gradient).norm()) <= tolerance * size
