@@ -1,6 +1,8 @@
 """What a capture sets aside from Python's collector comes back to it."""
 
 import gc
+import subprocess
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -32,3 +34,28 @@ def test_what_the_caller_has_set_aside_stays_so() -> None:
     with set_aside():
         pass
     assert gc.get_freeze_count() > 0
+
+
+IN_A_NEW_THREAD = """
+import threading, torch
+from trueline.capture.proof import limits
+
+torch.set_num_threads(4)
+value = torch.zeros(1 << 20)
+
+def work():
+    with limits.bounded_memory(1 << 20):
+        value.add_(1)
+
+thread = threading.Thread(target=work)
+thread.start()
+thread.join()
+print(value.sum().item())
+"""
+
+
+@pytest.mark.slow
+def test_a_bound_that_leaves_no_memory_for_a_thread_does_not_end_the_process():
+    """libgomp starts threads with the first operator that a thread computes, and ends a process that it cannot."""
+    ended = subprocess.run([sys.executable, "-c", IN_A_NEW_THREAD], capture_output=True, text=True, check=False)
+    assert (ended.returncode, ended.stdout) == (0, "1048576.0\n"), ended.stderr

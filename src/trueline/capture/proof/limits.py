@@ -9,9 +9,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import torch
+
 MEMORY_BYTES = (2**28, 2**30)
 """Further memory that such a call may take: the first with which the model answers its own values."""
 _LIBC = ctypes.CDLL(None)
+_SHARE = 32768
+"""Bytes of a tensor for each thread that fills it: torch's own grain size (`at::internal::GRAIN_SIZE`)."""
 
 
 @contextmanager
@@ -20,6 +24,7 @@ def bounded_memory(num_bytes: int) -> Iterator[None]:
 
     RLIMIT_AS counts mapped memory of the whole process. Where it cannot be read or set, nothing is bounded.
     """
+    _start_threads()
     before = resource.getrlimit(resource.RLIMIT_AS)
     try:
         pages = int(Path("/proc/self/statm").read_text().split()[0])
@@ -34,6 +39,12 @@ def bounded_memory(num_bytes: int) -> Iterator[None]:
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_AS, before)
+
+
+def _start_threads() -> None:
+    """Starts the threads that compute operators for this one: libgomp, which has no memory for a thread's stack and
+    heap, ends the process."""
+    torch.empty(_SHARE * torch.get_num_threads(), dtype=torch.uint8).fill_(0)
 
 
 def is_lack_of_memory(error: BaseException) -> bool:
