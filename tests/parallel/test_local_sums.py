@@ -126,7 +126,7 @@ def test_a_member_that_dies_fails_the_sums_of_all_others_without_a_cut(store, be
         if rank == 1 and not (child := os.fork()):
             group = _form(store, rank, 3)
             for _ in range(begun):
-                group.sum_bucket(torch.ones(1_000_000))  # its memory is told, and gone
+                group.sum_bucket(torch.ones(1_000_000))  # the others have its address, and its memory is gone
             os._exit(0)
         if rank == 1:
             os.waitpid(child, 0)

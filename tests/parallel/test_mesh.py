@@ -116,3 +116,29 @@ def test_a_stranger_takes_no_place_though_it_comes_first(server):
     all_links[1][0].sendall(b"x")
     assert all_links[0][1].recv(1) == b"x"
     close([*all_links, dict(enumerate(strangers))])
+
+
+class Piecemeal:
+    """A link over which bytes come one by one, as a network may cut them."""
+
+    def __init__(self, row: bytes) -> None:
+        self.left, self.sent = row, b""
+
+    def settimeout(self, timeout_s: float | None) -> None:
+        self.timeout_s = timeout_s
+
+    def sendall(self, row: bytes) -> None:
+        self.sent += row
+
+    def recv(self, size: int, flags: int = 0) -> bytes:
+        piece, self.left = self.left[:1], self.left[1:]
+        return piece
+
+
+def test_rows_are_exchanged_whole_in_whatever_pieces_they_come(monkeypatch):
+    monkeypatch.setattr(mesh, "REASON_S", 0.0)
+    links = {1: Piecemeal(b"one"), 2: Piecemeal(b"two")}
+    assert mesh.exchange(links, WAIT_S, b"own") == {1: b"one", 2: b"two"}
+    assert [link.sent for link in links.values()] == [b"own", b"own"]
+    with pytest.raises(ConnectionError, match="rank 3 has left while the group forms"):
+        mesh.exchange({3: Piecemeal(b"tw")}, WAIT_S, b"own")

@@ -199,7 +199,7 @@ class LocalSums:
             while not one.done:
                 self._expect_open()
                 left = 0.0 if not patient else None if until is None else max(0.0, until - time.monotonic())
-                if not self._read_messages(left, one):
+                if not self._read_messages(left):
                     if not patient:
                         return
                     if left is not None and time.monotonic() >= (until or 0.0):
@@ -230,7 +230,7 @@ class LocalSums:
                 self._change.wait(left)
         return False
 
-    def _read_messages(self, timeout_s: float | None, one: LocalSum) -> bool:
+    def _read_messages(self, timeout_s: float | None) -> bool:
         """Acts on the messages that are there; False if there are none within `timeout_s`."""
         found = self._poll.poll(None if timeout_s is None else 1e3 * timeout_s)
         with contextlib.suppress(BlockingIOError):  # what a member has written before its end counts

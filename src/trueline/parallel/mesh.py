@@ -10,7 +10,7 @@ import time
 
 from trueline.parallel import handshake
 from trueline.parallel.handshake import Hello, Opened, PeerListener, Purpose
-from trueline.parallel.store import PeerStore
+from trueline.parallel.store import PeerStore, read_all
 
 REASON_S = 1.0
 """How long a member that lacks another one keeps that from the master."""
@@ -65,11 +65,9 @@ def exchange(links: dict[int, socket.socket], patience_s: float, row: bytes) -> 
             raise _wait_for_reason(rank) from error
     for rank, link in links.items():
         try:
-            found[rank] = link.recv(len(row), socket.MSG_WAITALL)
+            found[rank] = read_all(link, len(row))
         except OSError as error:
             raise _wait_for_reason(rank) from error
-        if len(found[rank]) < len(row):
-            raise _wait_for_reason(rank)
         link.settimeout(None)
     return found
 

@@ -203,13 +203,14 @@ def _send(connection: socket.socket, message: object) -> None:
 
 
 def _receive(connection: socket.socket) -> bytes:
-    (length,) = _LENGTH.unpack(_read(connection, _LENGTH.size))
+    (length,) = _LENGTH.unpack(read_all(connection, _LENGTH.size))
     if length > _MOST:
         raise ValueError(f"a message of {length} bytes, expected at most {_MOST}")
-    return _read(connection, length)
+    return read_all(connection, length)
 
 
-def _read(connection: socket.socket, size: int) -> bytes:
+def read_all(connection: socket.socket, size: int) -> bytes:
+    """The next `size` bytes. Raises OSError when the peer closes the connection before."""
     data = bytearray()
     while len(data) < size:
         more = connection.recv(min(size - len(data), 1 << 20))

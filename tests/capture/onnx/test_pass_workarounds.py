@@ -1,4 +1,4 @@
-"""A check of values that a model makes is made in its ONNX program, too, and a transform is as long as it is told."""
+"""A model's checks of values are made in its ONNX program, and a Fourier transform has the length asked for."""
 
 from __future__ import annotations
 
