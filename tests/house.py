@@ -95,6 +95,7 @@ MAX_LINES += 500  # sums of one host by reading the members' memory (0021)
 MAX_LINES += 240  # what decides by a count, a list or an array is tried before the first step (0021)
 MAX_LINES += 180  # diagonals, parts and places of free sizes, products of masks, lengths of transforms (0020)
 MAX_LINES += 720  # doubles, half precision and images of a free size in ONNX (0020)
+MAX_LINES += 30  # attention that reads beyond its values
 MAX_FOLDER_FILES = 20
 MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 50

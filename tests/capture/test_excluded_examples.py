@@ -16,6 +16,7 @@ from trueline.bundle import Bundle, open_bundle
 from trueline.bundle.describe import range_text
 from trueline.bundle.signature import Dim
 from trueline.capture.api import capture
+from trueline.capture.model.eager import EagerSession
 from trueline.capture.proof.attempt import Captured
 from trueline.errors import RequestError
 from trueline.runtime.open import open_program
@@ -158,6 +159,15 @@ class Cached(nn.Module):
     def forward(self, x: Tensor, past: tuple[Tensor, Tensor]) -> tuple[Tensor, tuple[Tensor, Tensor]]:
         keys, values = (torch.cat([one, x], 2) for one in past)
         return nn.functional.scaled_dot_product_attention(x, keys, values), (keys, values)
+
+
+def test_attention_never_reads_memory_behind_its_values() -> None:
+    first, *others = caches()
+    eager = EagerSession(Cached().eval(), first, others=others)
+    x, kept = np.zeros((1, 2, 1, 8), np.float32), [np.zeros((1, 2, size, 8), np.float32) for size in (9, 5)]
+    for keys, values in (kept, reversed(kept)):
+        with pytest.raises(ValueError, match=r"attention has (10 keys and 6|6 keys and 10) values"):
+            eager.run({"x": x, "past.0": keys, "past.1": values})
 
 
 class Accepted(nn.Module):
