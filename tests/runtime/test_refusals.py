@@ -12,7 +12,7 @@ import torch
 from trueline.bundle import Dim, Golden, Signature
 from trueline.errors import RequestError, TooLarge, TruelineError
 from trueline.runtime.open import open_program
-from trueline.runtime.refusals import refusal_of
+from trueline.runtime.refusals import CHECK_INDEX, REFUSES, describe, refusal_of
 from worlds import bundles
 
 IDS = {"x": np.zeros((2, 3), np.float32), "ids": np.array([[1, 9]])}
@@ -121,6 +121,14 @@ def test_what_the_models_own_code_raises_is_the_requests_fault_in_its_words(valu
     with pytest.raises(RuntimeError) as raised_inside:
         scripted(torch.zeros(2))
     assert type(refusal_of(raised_inside.value, IDS)) is TruelineError
+
+
+@pytest.mark.parametrize("text", [f"{REFUSES}: ages are above 0", f"node 'Gather_7': idx={CHECK_INDEX} is no row"])
+def test_a_check_of_values_that_fails_in_a_graph_is_the_requests_fault(text: str) -> None:
+    found = refusal_of(RuntimeError(text), IDS)
+    assert isinstance(found, RequestError)
+    shown = ": ages are above 0" if "ages" in text else ""
+    assert found.message == f"the model refuses these values ({describe(IDS)}){shown}"
 
 
 def test_what_is_nobodys_fault_stays_the_programs() -> None:

@@ -47,6 +47,12 @@ _INNER = (
     re.compile(r"\b(?:node|name|Name):? ?['\"(][^'\")]*['\")]:?,? ?"),
     re.compile(r"(?:/[\w.+-]+){2,}(?::\d+)?(?: [\w:*&<> ]+\([^)]*\)(?: const)?)?:? ?"),
 )
+REFUSES = "the model refuses these values"
+"""How the message of a check of values in a graph begins."""
+CHECK_INDEX = 1_936_287_603
+"""The index that a check in ONNX looks up where it fails: no table has as many rows, and no name reaches a runtime's
+error."""
+_CHECKED = re.compile(rf"^(?:\w+: )?{REFUSES}(?:: (?P<words>.+))?$|\b{CHECK_INDEX}\b", re.MULTILINE)
 _WORDS = 300
 """Characters of a runtime's message."""
 
@@ -65,11 +71,14 @@ def refusal_of(error: Exception, inputs: Mapping[str, Array], *, blame: bool = F
             f"the program needs more memory for {describe(inputs)} than the server allows its runs{needs}",
             hint="send fewer or shorter records in one request, or start the server with a larger --run-memory",
         )
+    if checked := _CHECKED.search(text):
+        words = f": {without_names(checked['words'])}" if checked["words"] else ""
+        return RequestError(f"{REFUSES} ({describe(inputs)}){words}")
     if isinstance(error, IndexError) or _OUTSIDE.search(text):
         return RequestError(f"the program refuses these values: {_outside(text, inputs)}")
     raised = _RAISED.search(text) if str(type(error)) == "<class 'torch.jit.Error'>" else None
     if raised:  # other errors in such a program are of other types
-        return RequestError(f"the model refuses these values ({describe(inputs)}): {without_names(raised[1])}")
+        return RequestError(f"{REFUSES} ({describe(inputs)}): {without_names(raised[1])}")
     if not blame and not _VALUES.search(text):
         return TruelineError(f"the program failed on a request that it accepted: {first_line(error)}")
     return RequestError(f"the program refuses these values ({describe(inputs)}): {without_names(text)}")

@@ -14,7 +14,7 @@ from torch.distributions import Categorical, Independent, MixtureSameFamily, Nor
 from trueline.bundle import open_bundle
 from trueline.capture.api import capture
 from trueline.capture.patches import distribution_checks
-from trueline.errors import TruelineError
+from trueline.errors import RequestError
 from trueline.recipe.eager_mode import as_trained
 from trueline.runtime.open import open_program
 from worlds import recipes
@@ -54,7 +54,7 @@ def test_a_scale_that_the_model_refuses_is_outside_of_the_claim(tmp_path: Path) 
             expected = Spread()(torch.from_numpy(x), torch.from_numpy(scale)).numpy()
             np.testing.assert_allclose(session.run({"x": x, "scale": scale})["output"], expected, rtol=1e-5)
         for scale in (np.zeros_like(x), np.full_like(x, -1)):
-            with pytest.raises(TruelineError):
+            with pytest.raises(RequestError):
                 session.run({"x": x, "scale": scale})
 
 

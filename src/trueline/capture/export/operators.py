@@ -12,6 +12,7 @@ from torch.utils._sympy.value_ranges import ValueRanges
 
 from trueline.capture.model import code_paths
 from trueline.capture.model.code_paths import SourceLine
+from trueline.runtime.refusals import REFUSES
 
 
 def _grouped_mm(input: torch.Tensor, weight: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:
@@ -51,11 +52,14 @@ def as_aten(program: torch.export.ExportedProgram) -> torch.export.ExportedProgr
 
 
 def _name_checks(part: torch.fx.GraphModule) -> None:
-    """Gives checks of values a message: torch drops those without one from a graph, since nothing uses their result."""
-    unnamed = [node for node in part.graph.nodes if node.target is torch.ops.aten._assert_async.default]
-    for node in unnamed:
-        node.target, node.args = torch.ops.aten._assert_async.msg, (*node.args[:1], "the model refuses these values")
-    if unnamed:
+    """Begins the message of each check of values with `REFUSES`, which tells the server whose fault a failure is. torch
+    drops checks without a message from a graph, since nothing uses their result."""
+    checks = torch.ops.aten._assert_async.default, torch.ops.aten._assert_async.msg
+    found = [node for node in part.graph.nodes if node.target in checks]
+    for node in found:
+        said = "" if node.target is checks[0] else str(node.args[1]).removeprefix(REFUSES).removeprefix(": ")
+        node.target, node.args = checks[1], (*node.args[:1], f"{REFUSES}: {said}" if said else REFUSES)
+    if found:
         part.recompile()
 
 

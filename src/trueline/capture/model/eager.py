@@ -79,8 +79,8 @@ class EagerSession:
         """Outputs by name. The caller's arrays are copied first: a module may write into its inputs. With `fast_path`
         as torch runs nn.TransformerEncoder by default in evaluation mode, see `recipe.eager_mode`."""
         self.signature.check(inputs)
-        mode = nullcontext() if fast_path else as_trained()
-        with torch.no_grad(), mode, CheckedAttention(), tensors.autocast(self._settings, self._device):
+        mode, checked = (nullcontext(), nullcontext()) if fast_path else (as_trained(), CheckedAttention())
+        with torch.no_grad(), mode, checked, tensors.autocast(self._settings, self._device):
             outputs = self.calling.call(self.module, to_tensors(self.signature, inputs, self._device))
         return to_arrays(self.signature, outputs, cast=tensors.casts(self._settings))
 

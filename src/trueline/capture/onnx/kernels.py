@@ -86,7 +86,11 @@ def read_kinds(node: ir.Node, opset: int) -> Kinds:
         return {}
     parameters = {one.type_param_str for one in schema.type_constraints}
     pairs = [*_parameters(node.inputs, schema.inputs), *_parameters(node.outputs, schema.outputs)]
-    return {name: value.dtype for value, name in pairs if name in parameters and value.dtype is not None}
+    found: Kinds = {}
+    for value, name in pairs:
+        if name in parameters and isinstance(value.type, ir.TensorType):  # no sequence of them
+            found[name] = value.type.dtype
+    return found
 
 
 def set_types(node: ir.Node, kinds: Kinds, opset: int) -> None:

@@ -24,6 +24,7 @@ from torch.utils._pytree import tree_map_only
 
 from trueline.capture.export.tracing import quiet
 from trueline.capture.patches import Patch
+from trueline.runtime.refusals import CHECK_INDEX
 
 PATCH = Patch(
     issue="none found", versions="torch 2.13, onnxscript 0.7.2", cost="a second export", helps=("xlnet", "t5")
@@ -150,6 +151,7 @@ def _look_up(graph: Graph, check: Node) -> Node:
         table = _call(graph, check, _ATEN.full.default, [1], 0, dtype=torch.int64)
         fails = _call(graph, check, _ATEN.logical_not.default, holds)
         index = _call(graph, check, _ATEN._to_copy.default, fails, dtype=torch.int64)
+        index = _call(graph, check, _ATEN.mul.Tensor, index, CHECK_INDEX)
         index = _call(graph, check, _ATEN.view.default, index, [1])
         found = _call(graph, check, _ATEN.index_select.default, table, 0, index)
     check.replace_all_uses_with(found)

@@ -15,6 +15,7 @@ import torch
 from trueline.capture.model.code_paths import current_line
 from trueline.capture.model.syntax import decides, nodes_of, spans, tests_of
 from trueline.capture.patches import Patch
+from trueline.runtime.refusals import REFUSES
 
 PATCH = Patch(
     issue="none found",
@@ -22,8 +23,6 @@ PATCH = Patch(
     cost="under 0.1 ms; an operator for each check",
     helps=("assert not torch.isnan(x).any()", "if (ids >= vocabulary).any(): raise"),
 )
-
-REFUSES = "the model refuses these values"
 
 
 @contextmanager
