@@ -13,6 +13,7 @@ Sources: `onnxruntime_session_options_config_keys.h`, `onnxruntime_run_options_c
 from __future__ import annotations
 
 import contextlib
+import json
 import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -28,7 +29,7 @@ from trueline.bundle import external_data
 from trueline.bundle.signature import Check, Signature, ValuesCheck
 from trueline.errors import BundleError, UsageError, first_line, join_names
 from trueline.runtime import shared_weights
-from trueline.runtime.refusals import refusal_of
+from trueline.runtime.refusals import CHECKS, refusal_of
 from trueline.runtime.session import DEFAULTS, SessionSettings
 
 if TYPE_CHECKING:
@@ -80,6 +81,7 @@ class OnnxSession:
         self._check = Check(signature)
         self._names = [spec.name for spec in signature.outputs]
         _check_interface(self._session, signature, path)
+        self._checks = json.loads(self._session.get_modelmeta().custom_metadata_map.get(CHECKS, "[]"))
 
     def run(self, inputs: Mapping[str, Array]) -> dict[str, Array]:
         """Outputs by name. Raises RequestError for inputs that the signature or the program's own checks refuse."""
@@ -88,7 +90,7 @@ class OnnxSession:
         try:
             found = self._session.run(self._names, feeds)
         except Exception as error:
-            raise refusal_of(error, inputs, blame=isinstance(error, BAD_INPUT)) from error
+            raise refusal_of(error, inputs, blame=isinstance(error, BAD_INPUT), checks=self._checks) from error
         return dict(zip(self._names, found, strict=True))
 
     def bind(self, inputs: Mapping[str, Array], outputs: Mapping[str, Array]) -> Callable[[], None] | None:

@@ -7,7 +7,7 @@ names of the inputs. An index beyond a table is looked for in the inputs that ho
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -49,18 +49,25 @@ _INNER = (
 )
 REFUSES = "the model refuses these values"
 """How the message of a check of values in a graph begins."""
-CHECK_INDEX = 1_936_287_603
-"""The index that a check in ONNX looks up where it fails: no table has as many rows, and no name reaches a runtime's
-error."""
-_CHECKED = re.compile(rf"^(?:\w+: )?{REFUSES}(?:: (?P<words>.+))?$|\b{CHECK_INDEX}\b", re.MULTILINE)
+CHECK_INDEX = 1_936_287_000
+"""The index that the first check in an ONNX program looks up where it fails, the next one more, and so on: no table has
+as many rows, and no name reaches a runtime's error."""
+CHECKS = "trueline.checks"
+"""Key in a program's metadata: a list in JSON of the messages of its checks."""
+_CHECKED = re.compile(
+    rf"^(?:\w+: )?{REFUSES}(?:: (?P<words>.+))?$|\b{CHECK_INDEX // 1000}(?P<check>\d{{3}})\b", re.MULTILINE
+)
 _WORDS = 300
 """Characters of a runtime's message."""
 
 
-def refusal_of(error: Exception, inputs: Mapping[str, Array], *, blame: bool = False) -> TruelineError:
+def refusal_of(
+    error: Exception, inputs: Mapping[str, Array], *, blame: bool = False, checks: Sequence[str] = ()
+) -> TruelineError:
     """The error to raise for a run on `inputs` that ended with `error`: a RequestError if the inputs are to blame.
 
-    `blame`: the runtime says so by the type of its error; else its message decides.
+    `blame`: the runtime says so by the type of its error; else its message decides. `checks`: what the metadata of the
+    program has as CHECKS.
     """
     text = str(error)
     found = _MEMORY.search(text)
@@ -72,8 +79,10 @@ def refusal_of(error: Exception, inputs: Mapping[str, Array], *, blame: bool = F
             hint="send fewer or shorter records in one request, or start the server with a larger --run-memory",
         )
     if checked := _CHECKED.search(text):
-        words = f": {without_names(checked['words'])}" if checked["words"] else ""
-        return RequestError(f"{REFUSES} ({describe(inputs)}){words}")
+        words = checked["words"]
+        if checked["check"] and int(checked["check"]) < len(checks):
+            words = shorten_check(checks[int(checked["check"])])
+        return RequestError(f"{REFUSES} ({describe(inputs)}){f': {without_names(words)}' if words else ''}")
     if isinstance(error, IndexError) or _OUTSIDE.search(text):
         return RequestError(f"the program refuses these values: {_outside(text, inputs)}")
     raised = _RAISED.search(text) if str(type(error)) == "<class 'torch.jit.Error'>" else None
@@ -82,6 +91,15 @@ def refusal_of(error: Exception, inputs: Mapping[str, Array], *, blame: bool = F
     if not blame and not _VALUES.search(text):
         return TruelineError(f"the program failed on a request that it accepted: {first_line(error)}")
     return RequestError(f"the program refuses these values ({describe(inputs)}): {without_names(text)}")
+
+
+def shorten_check(message: str) -> str:
+    """What a check says besides `REFUSES`.
+
+    >>> shorten_check(f"{REFUSES}: ages are above 0")
+    'ages are above 0'
+    """
+    return message.removeprefix(REFUSES).removeprefix(": ")
 
 
 def describe(inputs: Mapping[str, Array]) -> str:

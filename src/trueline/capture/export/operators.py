@@ -12,7 +12,7 @@ from torch.utils._sympy.value_ranges import ValueRanges
 
 from trueline.capture.model import code_paths
 from trueline.capture.model.code_paths import SourceLine
-from trueline.runtime.refusals import REFUSES
+from trueline.runtime.refusals import REFUSES, shorten_check
 
 
 def _grouped_mm(input: torch.Tensor, weight: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:
@@ -57,7 +57,7 @@ def _name_checks(part: torch.fx.GraphModule) -> None:
     checks = torch.ops.aten._assert_async.default, torch.ops.aten._assert_async.msg
     found = [node for node in part.graph.nodes if node.target in checks]
     for node in found:
-        said = "" if node.target is checks[0] else str(node.args[1]).removeprefix(REFUSES).removeprefix(": ")
+        said = "" if node.target is checks[0] else shorten_check(str(node.args[1]))
         node.target, node.args = checks[1], (*node.args[:1], f"{REFUSES}: {said}" if said else REFUSES)
     if found:
         part.recompile()

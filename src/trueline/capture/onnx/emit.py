@@ -7,6 +7,7 @@ production, and equal models should give equal bytes. The proven range is added 
 from __future__ import annotations
 
 import ast
+import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -44,6 +45,7 @@ from trueline.capture.onnx.translations import TRANSLATIONS
 from trueline.capture.opsets import FORMAT_VERSIONS
 from trueline.capture.patches import decomposition_cache, recurrent
 from trueline.errors import CaptureError
+from trueline.runtime.refusals import CHECKS
 from trueline.runtime.tensors import restored_vmap_levels
 
 if TYPE_CHECKING:
@@ -158,7 +160,7 @@ def translate(
     """
     table = TRANSLATIONS | EXACT_TAILS if exact_tails else TRANSLATIONS
     try:
-        program = pass_workarounds.keep_checks(program)
+        program, checks = pass_workarounds.keep_checks(program)
         try:
             found = _export(program, inputs, outputs, opset, table)
         except Exception as error:
@@ -185,6 +187,8 @@ def translate(
     casts.keep_each_cast(found.model)
     fusions.keep_doubles(found.model)
     weight_parts.store_parts(found.model)
+    if checks:
+        found.model.metadata_props[CHECKS] = json.dumps(checks)
     NameFixPass()(found.model)  # what the caller names may be what the exporter calls a value inside: `add`
     return found
 
@@ -243,7 +247,8 @@ def _reason(error: Exception) -> str:
 def clean(model: onnx_ir.Model, symbols: Mapping[str, str]) -> None:
     """Removes what the exporter writes about its own machine; `symbols` renames torch's symbols, s77 to batch."""
     model.producer_name, model.producer_version = "trueline", None
-    model.metadata_props.clear()
+    for name in model.metadata_props.keys() - {CHECKS}:
+        del model.metadata_props[name]
     model.doc_string = None
     for graph in (model.graph, *(function.graph for function in model.functions.values())):
         _clean_graph(graph, symbols)

@@ -124,15 +124,17 @@ def _forget_shapes(value: onnx_ir.Value) -> None:
             _forget_shapes(output)
 
 
-def keep_checks(program: torch.export.ExportedProgram) -> torch.export.ExportedProgram:
-    """`program` with checks that ONNX has; itself where it makes none."""
+def keep_checks(program: torch.export.ExportedProgram) -> tuple[torch.export.ExportedProgram, list[str]]:
+    """`program` with checks that ONNX has, and their messages; itself where it makes none."""
     if not any(node.target is _CHECK for node in program.graph.nodes):
-        return program
+        return program, []
     with quiet():
         functional: torch.export.ExportedProgram = program.run_decompositions({})
     graph = functional.graph
     (output,) = graph.find_nodes(op="output")
-    passed = [_look_up(graph, node) for node in list(graph.nodes) if node.target is _CHECK]
+    checks = [node for node in graph.nodes if node.target is _CHECK]
+    messages = [str(node.args[1]) for node in checks]
+    passed = [_look_up(graph, node, CHECK_INDEX + number) for number, node in enumerate(checks)]
     with graph.inserting_before(output):
         (results,) = output.args
         output.args = (tuple(_add(graph, one, passed) for one in results),)
@@ -140,18 +142,18 @@ def keep_checks(program: torch.export.ExportedProgram) -> torch.export.ExportedP
         specs.arg.name = one.name
     graph.lint()
     functional.graph_module.recompile()
-    return functional
+    return functional, messages
 
 
-def _look_up(graph: Graph, check: Node) -> Node:
-    """0 in a tensor [1], where the check holds."""
+def _look_up(graph: Graph, check: Node, beyond: int) -> Node:
+    """0 in a tensor [1], where the check holds; where it does not, `beyond` is looked up."""
     holds = check.args[0]
     assert isinstance(holds, Node)
     with graph.inserting_before(check), holds.meta["val"].fake_mode:
         table = _call(graph, check, _ATEN.full.default, [1], 0, dtype=torch.int64)
         fails = _call(graph, check, _ATEN.logical_not.default, holds)
         index = _call(graph, check, _ATEN._to_copy.default, fails, dtype=torch.int64)
-        index = _call(graph, check, _ATEN.mul.Tensor, index, CHECK_INDEX)
+        index = _call(graph, check, _ATEN.mul.Tensor, index, beyond)
         index = _call(graph, check, _ATEN.view.default, index, [1])
         found = _call(graph, check, _ATEN.index_select.default, table, 0, index)
     check.replace_all_uses_with(found)

@@ -7,7 +7,7 @@ values that pass, and `torch._assert_async`, which every format keeps, refuses t
 
 import ast
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -34,10 +34,10 @@ def keep_checks() -> Iterator[None]:
     def as_bool(tensor: torch.Tensor) -> bool:
         place = None if type(tensor) in _PLAIN else current_line()
         passes = None if place is None else find_passing(place.file, place.line)
-        if passes is None:
+        if place is None or passes is None:
             return bool(original(tensor))
         holds = tensor if tensor.dtype is torch.bool else tensor != 0
-        torch._assert_async(holds if passes else holds.logical_not(), REFUSES)
+        torch._assert_async(holds if passes else holds.logical_not(), _find_words(place.file, place.line))
         return passes
 
     torch.Tensor.__bool__ = as_bool  # type: ignore[method-assign, assignment]
@@ -66,6 +66,23 @@ def find_passing(file: str, line: int) -> bool | None:
         return None
     wanted = set(_find_wanted(tested[0].test, isinstance(tested[0], ast.Assert)))
     return wanted.pop() if len(wanted) == 1 else None
+
+
+@functools.lru_cache(maxsize=1024)
+def _find_words(file: str, line: int) -> str:
+    """The message of the check on `line`: what the model says, where the code has it as a string."""
+    for node in nodes_of(file):
+        if isinstance(node, ast.If | ast.Assert) and any(spans(test, line) for test in tests_of(node)):
+            raised = [node.msg] if isinstance(node, ast.Assert) else _list_arguments(node.body)
+            words = [one.value for one in raised if isinstance(one, ast.Constant) and isinstance(one.value, str)]
+            return f"{REFUSES}: {words[0]}" if words else REFUSES
+    return REFUSES
+
+
+def _list_arguments(body: Sequence[ast.stmt]) -> list[ast.expr]:
+    """Of what `body` raises at once."""
+    raised = body[0].exc if body and isinstance(body[0], ast.Raise) else None
+    return raised.args if isinstance(raised, ast.Call) else []
 
 
 def _find_wanted(test: ast.expr, wanted: bool) -> Iterator[bool | None]:
