@@ -72,9 +72,8 @@ again: $(STAMP)  ## the few tests that failed in the last `make test`, alone; wh
 	$(BIN)/python tests/again.py $(addprefix $(CACHE)/,$(SUITES_$(DEPTH)))
 
 # The files that have a test with a mark: collecting all files would take half a minute.
-# NAMED_IN: only the files that this page names.
-NAMED_IN ?=
-NAMED = $(if $(NAMED_IN),$(shell grep -ohE 'tests/[a-z_/]+test_[a-z_]+\.py' $(NAMED_IN) | sort -u))
+# JOBS_IN: only those in these files and folders.
+JOBS_IN ?= $(PROGRAMS) $(filter-out $(PROGRAMS:%=%/),$(wildcard tests/*/))
 MARKED = $$(grep -rl --include='test_*.py' 'mark\.$(1)' $(or $(2),tests))
 LONG = $$(grep -rlE --include='test_*.py' 'mark\.long|few\(' tests)
 
@@ -104,12 +103,12 @@ quick-rooms: $(STAMP)
 
 # The programs' suite computes in one process, and yields to the jobs, which have leases.
 suite-jobs: $(STAMP)
-	$(BIN)/python -m pytest -o cache_dir=$(CACHE)/$@ -m 'jobs and not engines' $(call MARKED,jobs,$(or $(filter-out $(PROGRAMS:%=%/%),$(NAMED)),$(filter-out $(PROGRAMS:%=%/),$(wildcard tests/*/))))
+	$(BIN)/python -m pytest -o cache_dir=$(CACHE)/$@ -m 'jobs and not engines' $(call MARKED,jobs,$(filter-out $(PROGRAMS) $(PROGRAMS:%=%/%),$(JOBS_IN)))
 
 suite-program-jobs: $(STAMP)
-	nice -n 10 $(BIN)/python -m pytest -o cache_dir=$(CACHE)/$@ -m 'jobs and not engines' $(call MARKED,jobs,$(or $(filter $(PROGRAMS:%=%/%),$(NAMED)),$(PROGRAMS)))
+	nice -n 10 $(BIN)/python -m pytest -o cache_dir=$(CACHE)/$@ -m 'jobs and not engines' $(call MARKED,jobs,$(filter $(PROGRAMS) $(PROGRAMS:%=%/%),$(JOBS_IN)))
 
-test-jobs: $(STAMP)  ## whole jobs of elastic training in all their forms, further cases of the suite, and programs compiled to machine code; NAMED_IN=PAGE: those of the files that it names
+test-jobs: $(STAMP)  ## whole jobs of elastic training in all their forms, further cases of the suite, and programs compiled to machine code; JOBS_IN=FILES: those in these
 	@rm -rf $(addsuffix /v/trueline,$(addprefix $(CACHE)/,$(SUITES_jobs)))
 	$(MAKE) --no-print-directory -k -j$(JOBS) -O $(SUITES_jobs); $(call SUMMARY,jobs)
 

@@ -170,6 +170,7 @@ def captured(model: type[nn.Module], out: Path, *, lengths: bool = False) -> Bun
     return open_bundle(out)
 
 
+@pytest.mark.jobs
 @pytest.mark.parametrize(
     ("model", "most"), few([(First, 50), (Many, 99), (Window, 70), (Breaks, 64), (Pairs, 60), (Cached, 89)], 2)
 )

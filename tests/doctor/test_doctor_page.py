@@ -31,6 +31,7 @@ def row(path: str, **told: object) -> Row:
     return Row(path=path, **(facts | told))
 
 
+@pytest.mark.jobs
 @pytest.mark.slow
 @pytest.mark.skipif(browser.CHROMIUM is None, reason=browser.WHY_NOT)
 @pytest.mark.parametrize("dark", [False, True])

@@ -31,7 +31,7 @@ def test_a_cited_test_exists(page: Path) -> None:
 def test_ci_runs_every_file_that_the_promises_cite() -> None:
     ci = (ROOT / ".ci" / "run").read_text()
     assert "\nmake test " in ci
-    assert "\n  make test-jobs NAMED_IN=docs/promises.md " in ci
+    assert '\n  make test-jobs JOBS_IN="$promised ' in ci
     page = (ROOT / "docs" / "promises.md").read_text()
     cited = {file for file, _, _ in CITED.findall(page)}
     assert len(cited) > 15

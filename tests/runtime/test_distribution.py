@@ -36,6 +36,7 @@ def one_for_all(random: Any) -> Any:
     return (X + random.standard_normal()).astype(np.float32)
 
 
+@pytest.mark.jobs
 @pytest.mark.parametrize("draw", [noisy, dropped, sampled, one_for_all, lambda random: X])
 def test_two_that_are_alike_are_told_apart_no_more_often_than_the_level_allows(draw: Any) -> None:
     alarms = sum(not compare_draws(stack(draw, 2 * i), stack(draw, 2 * i + 1)).agrees for i in range(60))

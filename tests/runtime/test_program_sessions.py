@@ -156,6 +156,7 @@ def test_a_program_that_is_not_its_signatures_is_refused(tmp_path: Path) -> None
             open_session(format, emit(exported, tmp_path), other)
 
 
+@pytest.mark.jobs
 @pytest.mark.parametrize("format", ["onnx", "torch_export"])
 def test_opening_and_running_a_program_imports_nothing_that_exports(tmp_path: Path, format: str) -> None:
     """And of an ONNX program not torch either: this is all that a server of it loads."""

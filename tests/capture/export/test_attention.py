@@ -82,6 +82,7 @@ def assert_same(expected: Any, found: Any) -> None:
             torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12, equal_nan=True)
 
 
+@pytest.mark.jobs
 @pytest.mark.filterwarnings("ignore:Support for mismatched")
 @pytest.mark.parametrize("kind", LAYERS, ids=lambda kind: "".join("01"[one] for one in kind))
 def test_every_kind_of_call_has_the_answer_and_the_weights_of_torchs_own(kind: tuple[bool, ...]) -> None:

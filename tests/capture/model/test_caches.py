@@ -44,6 +44,7 @@ def cached(tmp_path_factory: pytest.TempPathFactory) -> Callable[[type[nn.Module
     return make
 
 
+@pytest.mark.jobs
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "shape", "calls"),

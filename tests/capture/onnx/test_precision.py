@@ -229,6 +229,7 @@ LOOKUPS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
+@pytest.mark.jobs
 @pytest.mark.parametrize("name", LOOKUPS)
 def test_a_computed_index_outside_of_a_table_is_refused_as_torch_refuses_it(name: str) -> None:
     def function(x: Tensor) -> Sequence[Tensor]:
@@ -246,6 +247,7 @@ def test_a_computed_index_outside_of_a_table_is_refused_as_torch_refuses_it(name
             session.run(None, {"x": x})
 
 
+@pytest.mark.jobs
 @pytest.mark.parametrize("name", LOOKUPS)
 def test_torch_onnx_still_answers_where_the_model_raises(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The day that this fails for one, its translation can go."""

@@ -31,6 +31,7 @@ class Resized(nn.Module):
         }
 
 
+@pytest.mark.jobs
 def test_a_resized_image_is_torchs_at_any_size(tmp_path: Path) -> None:
     example = torch.linspace(-1, 1, 2 * 20 * 16).reshape(2, 1, 20, 16)
     eager = EagerSession(Resized().eval(), example, dynamic_shapes={"x": {2: "height", 3: "width"}})

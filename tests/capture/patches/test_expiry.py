@@ -693,6 +693,7 @@ def test_each_translation_has_a_case() -> None:
     assert not CASES.keys() & refusing
 
 
+@pytest.mark.jobs
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 @pytest.mark.parametrize("name", few(sorted(REPRODUCERS), 5))

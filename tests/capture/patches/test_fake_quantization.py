@@ -42,6 +42,7 @@ class Quantized(torch.nn.Module):
         return self.quantize(x)
 
 
+@pytest.mark.jobs
 @pytest.mark.parametrize("how", QUANTIZED)
 def test_each_value_falls_on_the_step_that_torch_takes(how: str, tmp_path: Path) -> None:
     eager = EagerSession(Quantized(how).eval(), torch.randn(3, 4))

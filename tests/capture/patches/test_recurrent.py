@@ -52,6 +52,7 @@ class Turned(nn.Module):
 NEAR = ("lstm without biases", "tanh rnn")  # the others have no biases and a tanh, too
 
 
+@pytest.mark.jobs
 @pytest.mark.parametrize("layer", [pytest.param(one, marks=pytest.mark.long) if one in NEAR else one for one in LAYERS])
 def test_a_layer_over_time_is_one_operator_that_holds_for_every_length(layer: str, tmp_path: Path) -> None:
     torch.manual_seed(0)

@@ -117,6 +117,7 @@ def test_a_table_made_for_a_size_is_made_for_all_in_a_graph(model: type[nn.Modul
     assert length.max is None or length.max >= 64
 
 
+@pytest.mark.jobs
 @pytest.mark.parametrize(
     ("model", "most"), [(InSet, 36), (AsText, 8), (AsJson, 22), (FormDecides, 22), (AsPrettyText, 6)]
 )

@@ -74,6 +74,7 @@ def test_equal_steps_are_torchs_own(steps: int, ends: tuple[float, float]) -> No
     torch.testing.assert_close(symbolic_sizes.space_evenly(*ends, steps, torch.float32), torch.linspace(*ends, steps))
 
 
+@pytest.mark.jobs
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "x", "free"),
@@ -169,6 +170,7 @@ KEPT: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
+@pytest.mark.jobs
 @pytest.mark.parametrize("name", KEPT)
 def test_a_size_that_torch_would_fix_stays_free_and_the_answer_is_torchs_own(name: str) -> None:
     class Of(nn.Module):

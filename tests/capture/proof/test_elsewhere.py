@@ -370,6 +370,7 @@ def test_what_is_read_outside_is_refused_with_its_line(model: type[nn.Module], w
     assert dict(os.environ) == before
 
 
+@pytest.mark.jobs
 @pytest.mark.parametrize(
     "model",
     [

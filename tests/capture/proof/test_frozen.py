@@ -284,6 +284,7 @@ class LooksAtItsOwn(nn.Module):
         return x * self.scale * 2
 
 
+@pytest.mark.jobs
 @pytest.mark.parametrize("kind", [ChecksUnlessTraced, ShortensUnlessTraced, KeepsANumber, LooksAtItsOwn])
 def test_what_changes_no_answer_outside_of_a_trace_is_no_reason_to_refuse(
     kind: type[nn.Module], tmp_path: Path

@@ -54,6 +54,7 @@ def test_a_model_that_depends_on_more_than_its_inputs_is_refused_with_a_line_of_
     assert "torch.where" not in found.hint
 
 
+@pytest.mark.jobs
 @pytest.mark.parametrize("name", INNOCENT)
 def test_a_model_that_counts_logs_or_caches_is_none_the_less_a_function_of_its_inputs(
     name: str, monkeypatch: pytest.MonkeyPatch

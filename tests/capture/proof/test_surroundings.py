@@ -111,6 +111,7 @@ READERS: dict[str, Callable[[], Any]] = {
 }
 
 
+@pytest.mark.jobs
 @pytest.mark.parametrize("read", READERS.values(), ids=READERS)
 def test_a_value_of_the_process_machine_or_thread_that_changes_the_answer_is_refused(read: Callable[[], Any]) -> None:
     found = find_unsteady(Reads(read))
@@ -131,6 +132,7 @@ def test_a_decision_that_such_a_value_hardly_ever_takes_is_refused(read: Callabl
     assert find_unsteady(Decides(read)) is not None
 
 
+@pytest.mark.jobs
 @pytest.mark.parametrize(
     "read",
     [

@@ -163,6 +163,7 @@ def test_a_worker_whose_loss_reads_other_values_than_the_first_ones_does_not_beg
         join(first, *make(1))
 
 
+@pytest.mark.jobs
 @pytest.mark.parametrize(("make", "name"), [(with_clock, "began"), (with_date, "until")])
 def test_a_loss_that_changes_with_the_time_since_a_worker_began_is_refused_in_the_second_one(make, name, join):
     """Long before that time: each worker has a clock of its own."""
@@ -171,6 +172,7 @@ def test_a_loss_that_changes_with_the_time_since_a_worker_began_is_refused_in_th
         join(first, *make(1))
 
 
+@pytest.mark.jobs
 @pytest.mark.parametrize("make", [with_teacher, with_buffer, hidden])
 def test_where_the_model_begins_otherwise_its_loss_is_compared_at_parameters_made_up(make, join):
     first = train(*make(0))

@@ -243,6 +243,7 @@ def test_a_loop_that_keeps_its_best_weights_writes_files_evaluates_and_counts_tr
     assert max(abs(loss) for loss in losses) < 100, "no evaluation saw the trial's odd weights"
 
 
+@pytest.mark.jobs
 def test_parameters_that_are_thawed_or_added_later_end_the_job_before_that_step():
     for turn, why in ((True, "thaws parameters in step 2"), (False, "freezes parameters in step 2")):
         world = World()
@@ -257,6 +258,7 @@ def test_parameters_that_are_thawed_or_added_later_end_the_job_before_that_step(
         world.train(lambda world: world.advance.add_param_group(group) if world.applied == 2 else None)
 
 
+@pytest.mark.jobs
 def test_another_module_with_numbers_that_are_none_is_not_taken_for_changed():
     world = World()
     world.kept = nn.Linear(4, 1)

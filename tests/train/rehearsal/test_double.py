@@ -35,6 +35,7 @@ def entropy(outputs: Tensor, batch: Any) -> Tensor:
     return functional.cross_entropy(outputs, batch.labels)
 
 
+@pytest.mark.jobs
 @pytest.mark.parametrize(
     "small",
     [lambda outputs: outputs.std(dim=0).mean(), lambda outputs: (outputs @ outputs.T).square().mean()],
@@ -53,6 +54,7 @@ def decide(value: Tensor, *, by: Any) -> Tensor:
     return 0.1 * value if by else value
 
 
+@pytest.mark.jobs
 @pytest.mark.parametrize(
     "loss_of",
     [
@@ -90,6 +92,7 @@ def test_numbers_that_decide_nothing_or_are_those_of_all_workers_train():
     assert logged
 
 
+@pytest.mark.jobs
 def test_what_double_precision_cannot_decide_and_what_it_confirms_trains(monkeypatch):
     """A mean whose divisor has a constant against zero is one to six digits."""
     monkeypatch.setattr(fork, "wants_double", lambda *_: True)

@@ -126,6 +126,7 @@ def warmed(model: nn.Module, batch: Any) -> Tensor:
     return loss + 0.1 * model(batch.inputs).square().mean() if batch.step > 3 else loss
 
 
+@pytest.mark.jobs
 @pytest.mark.parametrize("loss_of", [scheduled, warmed])
 def test_a_loss_that_follows_from_the_step_is_tried_once_more_and_trains(loss_of):
     applied, doubted = train(loss_of, records())

@@ -258,6 +258,7 @@ def test_the_file_of_another_worker_stays_what_it_is(
     assert changed == ["worker-0.log"]
 
 
+@pytest.mark.jobs
 @pytest.mark.slow
 @pytest.mark.parametrize("run", [train, try_recipe])
 def test_a_loop_that_measures_names_and_logs_trains(run: Callable[[Scale], None], tmp_path: Path) -> None:
@@ -290,6 +291,7 @@ READS: list[tuple[Callable[[Path, float], None], Callable[[Path], Any]]] = [
 ]  # fmt: skip
 
 
+@pytest.mark.jobs
 @pytest.mark.slow
 @pytest.mark.parametrize(("write", "read"), READS)
 def test_what_the_first_batch_has_left_in_a_file_is_memory_too(

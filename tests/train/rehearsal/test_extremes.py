@@ -55,17 +55,20 @@ DECIDE: dict[str, Callable[[Tensor, Any], Any]] = {
 }
 
 
+@pytest.mark.jobs
 @pytest.mark.parametrize("how", DECIDE)
 def test_a_loss_that_decides_by_what_it_counts_or_lists_is_refused_before_the_first_step(how):
     with pytest.raises(UsageError, match="each worker would decide by its own part of a step"):
         train(lambda outputs, batch: twice(outputs, batch, by=DECIDE[how](outputs, batch)))
 
 
+@pytest.mark.jobs
 def test_an_accuracy_that_begins_with_zero_is_looked_at_with_weights_that_have_trained():
     with pytest.raises(UsageError, match="each worker would decide by its own part of a step"):
         train(lambda outputs, batch: twice(outputs, batch, by=hits(outputs, batch).sum() > 17), classes=400)
 
 
+@pytest.mark.jobs
 def test_code_that_only_looks_or_decides_record_by_record_trains(monkeypatch):
     """However much time there is to find something."""
     monkeypatch.setattr(extremes, "MOST_S", 60.0)

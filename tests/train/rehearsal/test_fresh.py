@@ -157,6 +157,7 @@ def test_a_loss_that_uses_the_gradients_of_the_last_step_is_refused_since_a_loop
         train(slowed_by_the_last_gradients)
 
 
+@pytest.mark.jobs
 @pytest.mark.parametrize("run", [train, try_recipe])
 def test_caches_of_what_follows_from_a_record_and_histories_that_no_loss_reads_train(run):
     run(what_follows_from_the_record_alone())
@@ -174,6 +175,7 @@ def by_leader(job: Elastic, batch: Any) -> float:
     return 1.0 + job.leads
 
 
+@pytest.mark.jobs
 @pytest.mark.parametrize("scale", [by_share, by_last, by_leader])
 def test_a_loss_that_uses_how_the_step_is_shared_is_refused(scale):
     def run() -> None:
@@ -186,6 +188,7 @@ def test_a_loss_that_uses_how_the_step_is_shared_is_refused(scale):
         run()
 
 
+@pytest.mark.jobs
 def test_who_leads_may_print_and_log():
     model = make_model()
     job = Elastic(model, torch.optim.SGD(model.parameters(), lr=0.01), DATA, global_batch=8)

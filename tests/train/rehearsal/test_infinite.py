@@ -84,6 +84,7 @@ def test_an_infinite_number_that_tanh_hides_from_the_loss_costs_its_record_and_n
     expect_trained_without(world, {17, 38})
 
 
+@pytest.mark.jobs
 def test_a_record_whose_loss_is_no_number_is_left_out_of_a_loop_too() -> None:
     world = World({17: math.nan})
     world.train()
@@ -91,6 +92,7 @@ def test_a_record_whose_loss_is_no_number_is_left_out_of_a_loop_too() -> None:
     expect_trained_without(world, {17})
 
 
+@pytest.mark.jobs
 def test_a_record_with_new_zeros_whose_gradient_is_no_number_is_left_out_and_no_reason_to_refuse() -> None:
     """It is the only one with zeros: its step tries it first, as what may count otherwise."""
 
@@ -121,6 +123,7 @@ class Follows(nn.Module):
         return self.net(inputs)
 
 
+@pytest.mark.jobs
 def test_a_record_that_makes_a_buffer_infinite_is_left_out() -> None:
     world = World({17: 1e4})
     world.model = Follows()
@@ -134,6 +137,7 @@ def everywhere(model: nn.Module, inputs: Tensor, labels: Tensor) -> Tensor:
     return ((model(inputs) - labels) ** 2).mean() + (inputs[:, 0] * 0 + model[0].bias.sum() * 0).sqrt().mean()  # type: ignore[index]
 
 
+@pytest.mark.jobs
 @pytest.mark.parametrize("how", ["gradients", "loss"])
 def test_where_all_records_are_not_finite_the_training_has_diverged_and_no_record_is_named(how: str) -> None:
     world = World({})

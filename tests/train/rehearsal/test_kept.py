@@ -318,6 +318,7 @@ def test_a_loss_that_changes_with_a_counter_of_the_loop_is_refused_though_the_tr
         train(later)
 
 
+@pytest.mark.jobs
 @pytest.mark.slow
 def test_a_loss_that_changes_slowly_with_a_counter_is_refused_and_one_that_is_counted_trains() -> None:
     def slowly(outputs: Tensor, labels: Tensor, calls: int) -> Tensor:

@@ -53,6 +53,7 @@ def end_at(step: int) -> Change:
     return lambda model, job: model.eval() if job.steps == step else None
 
 
+@pytest.mark.jobs
 @pytest.mark.parametrize(
     ("before", "after", "part"),
     [

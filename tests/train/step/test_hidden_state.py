@@ -148,6 +148,7 @@ def test_a_loop_that_clears_gradients_before_each_of_a_steps_batches_trains_with
     assert run(clears=True) == run(clears=False)
 
 
+@pytest.mark.jobs
 @pytest.mark.parametrize(
     ("first", "why"),
     [(0, "sets the optimizer's numbers .* instead of"), (1, "changes 'lr' .* between two batches of step 1")],

@@ -98,6 +98,7 @@ def test_a_term_for_records_of_which_few_steps_have_two_is_refused_before_the_fi
         train(rank)
 
 
+@pytest.mark.jobs
 def test_a_term_that_each_of_few_records_adds_by_itself_trains() -> None:
     def add(model: nn.Module, batch: Any, _: Any) -> Tensor:
         rare = batch.inputs[:, 5] > RARE

@@ -93,6 +93,7 @@ def test_however_the_loop_calls_its_model_the_gradients_of_all_workers_count(run
     expect_the_same(run)
 
 
+@pytest.mark.jobs
 def test_a_parameter_without_a_gradient_is_left_alone_though_a_worker_has_no_records():
     def decaying(model):
         return torch.optim.SGD(model.parameters(), lr=0.1, weight_decay=0.5)
@@ -115,10 +116,12 @@ def test_a_parameter_without_a_gradient_is_left_alone_where_the_loop_calls_parts
     assert trained[:2] != untrained[:2]
 
 
+@pytest.mark.jobs
 def test_a_worker_without_records_in_its_first_step_trains_in_half_precision():
     expect_the_same(loop(line, batch=1, precision="fp16"))
 
 
+@pytest.mark.jobs
 def test_gradients_of_parameters_that_the_optimizer_does_not_have_do_not_pile_up_in_the_norm():
     def head(model):
         return torch.optim.SGD(model[1].parameters(), lr=0.1)
@@ -200,6 +203,7 @@ def test_a_step_of_which_every_record_is_set_aside_is_a_step_without_records(bit
     assert job.certificates[0]["set_aside"] == [5]
 
 
+@pytest.mark.jobs
 def test_masks_that_a_model_draws_in_secret_are_of_their_shards_when_micro_batch_is_set():
     class Secret(torch.nn.Module):
         def __init__(self) -> None:

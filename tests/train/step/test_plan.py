@@ -13,6 +13,7 @@ def part(plan: JobPlan, step: int, rank: int, workers: int) -> list[np.ndarray]:
     return [piece.records for piece in plan.pieces(step, rank=rank, weights=(1.0,) * workers)]
 
 
+@pytest.mark.jobs
 @given(st.integers(1, 300), st.integers(1, 70), st.integers(1, 6))
 def test_every_record_is_in_exactly_one_share_of_one_step_of_each_epoch(num_records, global_batch, workers):
     plan = JobPlan(num_records=num_records, global_batch=global_batch, epochs=2, seed=3)

@@ -270,6 +270,7 @@ def test_the_first_ignored_label_of_a_job_ends_it_if_the_loss_has_no_weight():
         loop(CLASSES, "classes", loss)()
 
 
+@pytest.mark.jobs
 def test_batches_of_which_nothing_counts_change_nothing():
     def loss(model: Any, inputs: Any, labels: Any, batch: Any, *_: Any) -> Any:
         given = labels if batch.trial else torch.full_like(labels, -100)

@@ -67,6 +67,7 @@ def test_hooks_that_clip_gradients_are_refused_though_they_clip_nothing_at_first
         world.train()
 
 
+@pytest.mark.jobs
 def test_hooks_that_mask_gradients_train_and_hooks_that_clip_see_whole_shards_when_these_are_named():
     world = World()
     hook_all(world, lambda grad: grad * (torch.arange(grad.shape[-1]) > 0))
@@ -122,6 +123,7 @@ def test_a_small_part_of_a_loss_in_double_precision_that_is_no_mean_is_found():
         World().train(penalized)
 
 
+@pytest.mark.jobs
 def test_a_penalty_of_the_weights_beside_a_sum_is_found_in_single_precision_however_small_it_is():
     """Each worker would add it: 1e-5 of the gradient, and less than what rounding may be elsewhere."""
 
@@ -140,6 +142,7 @@ def test_a_penalty_of_the_weights_beside_a_sum_is_found_in_single_precision_howe
         assert world.applied == (0 if factor else 5)
 
 
+@pytest.mark.jobs
 def test_steps_of_a_loop_in_half_precision_are_cut_into_shards_unless_a_setting_says_that_it_rounds():
     sizes: list[int] = []
 
@@ -194,6 +197,7 @@ def test_a_loop_that_mixes_the_records_of_a_batch_at_random_needs_whole_shards(o
     assert world.applied == 5
 
 
+@pytest.mark.jobs
 def test_a_collate_function_that_mixes_records_is_refused_and_one_that_draws_for_each_trains():
     """Where reading draws each record is read alone, so a mixed batch would be one record mixed with itself."""
 
@@ -228,6 +232,7 @@ def test_a_data_set_that_mixes_the_records_of_a_batch_is_refused():
     assert "micro_batch" in str(refused.value.hint)
 
 
+@pytest.mark.jobs
 def test_records_of_different_lengths_that_draw_are_padded_together_and_do_not_depend_on_their_batch():
     class Uneven(Dataset[Any]):
         def __len__(self) -> int:
@@ -327,6 +332,7 @@ def test_what_compares_records_is_found_behind_parameters_that_begin_as_constant
     assert [value.tolist() for value in world.model.parameters()] == before
 
 
+@pytest.mark.jobs
 def test_gates_that_begin_at_zero_train_where_nothing_compares_records_and_keep_their_values():
     world = World()
     nn.init.zeros_(world.model[2].weight)
@@ -358,6 +364,7 @@ class Read(Dataset[Any]):
         return self.inputs[index], self.labels[index]
 
 
+@pytest.mark.jobs
 def test_reading_that_fills_a_gap_by_the_mean_of_its_batch_is_refused_though_few_records_have_one(monkeypatch):
     monkeypatch.setattr(features, "LOOK_S", 600.0)
 
@@ -401,6 +408,7 @@ def test_records_that_are_named_tuples_and_draw_train():
     assert world.applied == 5
 
 
+@pytest.mark.jobs
 @pytest.mark.parametrize("bitwise", [False, True])
 def test_gradients_of_a_sparse_embedding_are_measured_and_summed(bitwise):
     world = World(TensorDataset(torch.arange(RECORDS) % 30, torch.ones(RECORDS, 1).double()), bitwise=bitwise)

@@ -77,6 +77,7 @@ CASES = {
 }
 
 
+@pytest.mark.jobs
 @pytest.mark.parametrize(
     ("case", "kind", "precision"),
     [*((case, GradScaler, "fp32") for case in CASES), ("scaled", GradScaler, "fp16"), ("scaled", Sharded, "fp32")],

@@ -166,6 +166,7 @@ def test_parameters_that_one_step_leaves_out_are_those_of_a_plain_loop_for_one_a
             torch.testing.assert_close(torch.tensor(mine), torch.tensor(its), rtol=1e-6, atol=1e-9)
 
 
+@pytest.mark.jobs
 def test_a_layer_that_no_trial_has_seen_left_out_trains(monkeypatch):
     monkeypatch.setattr(trial, "TOSSES", 0)
     run(lambda: 10 * DRAWS[0](), seed=3, skips=False)()  # one layer of twenty is left out, none in the trial
@@ -189,6 +190,7 @@ def weigh_plainly() -> list[Any]:
     return [value.tolist() for value in model.parameters()]
 
 
+@pytest.mark.jobs
 @pytest.mark.parametrize("seen", [False, True], ids=["in a step alone", "in the trial too"])
 def test_a_batch_without_weight_uses_what_its_loss_does_and_moves_nothing_else(seen):
     """Three records have often no weight. What the step leaves out is without a gradient then, too."""

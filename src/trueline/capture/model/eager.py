@@ -9,7 +9,7 @@ from typing import Any, final
 import torch
 
 from trueline.bundle.signature import Array, Signature
-from trueline.capture.model.attention import CheckedAttention
+from trueline.capture.model.attention import check_attention
 from trueline.capture.model.explicit_state import Explicit, users_own
 from trueline.capture.model.python_state import Recall
 from trueline.capture.model.signature import BATCH, Calling, learn
@@ -79,7 +79,7 @@ class EagerSession:
         """Outputs by name. The caller's arrays are copied first: a module may write into its inputs. With `fast_path`
         as torch runs nn.TransformerEncoder by default in evaluation mode, see `recipe.eager_mode`."""
         self.signature.check(inputs)
-        mode, checked = (nullcontext(), nullcontext()) if fast_path else (as_trained(), CheckedAttention())
+        mode, checked = (nullcontext(), nullcontext()) if fast_path else (as_trained(), check_attention())
         with torch.no_grad(), mode, checked, tensors.autocast(self._settings, self._device):
             outputs = self.calling.call(self.module, to_tensors(self.signature, inputs, self._device))
         return to_arrays(self.signature, outputs, cast=tensors.casts(self._settings))

@@ -80,6 +80,7 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> Answers:
     return found
 
 
+@pytest.mark.jobs
 @pytest.mark.parametrize("name", ROUNDED)
 def test_it_is_rounded_to_the_same_bit(name: str, answers: Answers) -> None:
     for expected, found in answers:

@@ -117,6 +117,7 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> Answers:
     return found
 
 
+@pytest.mark.jobs
 @pytest.mark.parametrize("name", [*NUMBERS, *KERNELS])
 def test_an_operator_of_doubles_is_right_to_the_last_digits(name: str, answers: Answers) -> None:
     for expected, found in answers:

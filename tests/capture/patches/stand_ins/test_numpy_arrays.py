@@ -73,6 +73,7 @@ class Scaled(nn.Module):
         return x * torch.as_tensor(width * grid - grid / width).float()
 
 
+@pytest.mark.jobs
 @pytest.mark.parametrize("kind", [Positions, Joined, Powers, Normalised, Numbers, Scaled])
 def test_what_numpy_computes_of_a_size_or_an_input_is_in_the_program(kind: type[nn.Module]) -> None:
     eager = EagerSession(kind().eval(), torch.randn(3, 9, 4), dynamic_shapes={"x": {1: "length"}})

@@ -38,6 +38,7 @@ FUNCTIONS: dict[str, Callable[[int], float]] = {
 }
 
 
+@pytest.mark.jobs
 @pytest.mark.slow
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_a_function_of_a_size_stays_free_and_is_pythons_own(name: str) -> None:

@@ -39,6 +39,7 @@ WHOLE: dict[str, Callable[[int], float]] = {
 }
 
 
+@pytest.mark.jobs
 @pytest.mark.slow
 @pytest.mark.parametrize("name", WHOLE)
 def test_a_number_of_a_size_is_rounded_as_by_python_and_leaves_the_size_free(name: str) -> None:

@@ -60,6 +60,7 @@ def rank(x: Tensor) -> Tensor:
     return torch.bucketize(x, x[0, :, 0].sort().values)
 
 
+@pytest.mark.jobs
 @pytest.mark.parametrize("function", few([hide_itself, hide_steps, shift, pool, split_at, find_peak, rank], 3))
 def test_parts_and_places_follow_the_sizes(function: Callable[[Tensor], Any], tmp_path: Path) -> None:
     class Model(nn.Module):
