@@ -32,8 +32,8 @@ def widen(far: FarSizes, exported: Exported, export_at: Callable[[Mapping[str, i
             other = settle(far, export_at({**base, **larger}))
         except CaptureError:
             continue
-        claims = tuple(one for one in other.claims if one.allows(base))
-        if claims and claims[0].symbols == claim.symbols:
+        claims = tuple(one for one in other.claims if one.allows(one.sizes(far.example)))
+        if claims and _is_as_free(claims[0], claim):
             other = replace(other, claims=claims, signature=claims[0])
             if _holds_for_more(far, other, claim, missed):
                 return other
@@ -75,18 +75,43 @@ def _holds_for_more(far: FarSizes, other: Exported, claim: Signature, missed: Ma
     for symbol in base:
         for size in {*TRIED, *missed.get(symbol, ()), base[symbol], *far.sizes_of_examples(claim, symbol)}:
             sizes = {**base, symbol: size}
-            answer = far.ask(claim, symbol, sizes) if other.signature.allows(sizes) else None
+            inside = other.signature.allows(_rename(sizes, claim, other.signature))
+            answer = far.ask(claim, symbol, sizes) if inside else None
             if answer is not None and answer.answered and not judge(program, [answer.seen]).proven:
                 return False
             gained += int(answer is not None and answer.answered) - int(claim.allows(sizes))
     return gained > 0
 
 
+def _is_as_free(other: Signature, claim: Signature) -> bool:
+    """Whether `other` has a symbol wherever `claim` has one; those of one name may be two, with a guard on them."""
+    return [[isinstance(size, str) for size in spec.shape] for spec in other.inputs] == [
+        [isinstance(size, str) for size in spec.shape] for spec in claim.inputs
+    ] and all(_names(other, claim).values())
+
+
+def _names(other: Signature, claim: Signature) -> dict[str, str]:
+    """Symbol of `other` -> that of `claim` at its places; empty where it stands at places of several."""
+    found: dict[str, str] = {}
+    for one, theirs in zip(other.inputs, claim.inputs, strict=True):
+        for symbol, name in zip(one.shape, theirs.shape, strict=True):
+            if isinstance(symbol, str) and found.setdefault(symbol, str(name)) != name:
+                found[symbol] = ""
+    return found
+
+
+def _rename(sizes: Mapping[str, int], claim: Signature, other: Signature) -> dict[str, int]:
+    """`sizes` of the symbols of `claim`, by those of `other`."""
+    return {symbol: sizes[name] for symbol, name in _names(other, claim).items()}
+
+
 def _find_missed(far: FarSizes, claim: Signature, symbol: str) -> list[int]:
-    """Sizes near the example's and of the other examples that `claim` leaves out, and that the eager model answers."""
+    """Sizes near the example's, of the other examples and just beyond `claim` that it leaves out, and that the eager
+    model answers."""
     base = claim.sizes(far.example)
     step = claim.dims[symbol].multiple_of
-    near = {step, base[symbol] + step, 2 * base[symbol], *far.sizes_of_examples(claim, symbol)}
+    beyond = (claim.dims[symbol].max or 0) // step * step + step
+    near = {step, base[symbol] + step, 2 * base[symbol], beyond, *far.sizes_of_examples(claim, symbol)}
     left_out: list[dict[str, int]] = [{**base, symbol: size} for size in sorted(near)]
     left_out = [sizes for sizes in left_out if not claim.allows(sizes)]
     answers = [(sizes[symbol], far.ask(claim, symbol, sizes)) for sizes in left_out]

@@ -222,6 +222,12 @@ def makes_a_constant_of_the_size_of_a_diagonal() -> bool:
     return refused(Of(lambda x: (x[0] @ x[0].T).fill_diagonal_(0)), X, message=SPECIALIZED)
 
 
+@shows("patches/stand_ins/size_slices")
+def holds_on_one_side_of_the_end_of_a_slice() -> bool:
+    program = export(Of(lambda x: x[:, :8]), X)
+    return all(one.upper <= 8 for one in program.range_constraints.values())
+
+
 @shows("patches/stand_ins/numpy_arrays")
 def refuses_an_array_of_a_size() -> bool:
     return refused(Of(lambda x: x + torch.from_numpy(np.sin(np.arange(x.shape[1])))[:, None]), X, message="")
