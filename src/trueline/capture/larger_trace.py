@@ -27,9 +27,12 @@ def widen(far: FarSizes, exported: Exported, export_at: Callable[[Mapping[str, i
     missed = {symbol: sizes for symbol in base if (sizes := _find_missed(far, claim, symbol))}
     if not missed:
         return exported
+    names = _names(claim, far.eager.calling.presumed)
     for larger in _sizes_to_trace(far, claim, missed):
         try:
-            other = settle(far, export_at({**base, **larger}))
+            other = settle(
+                far, export_at({names[symbol] or symbol: size for symbol, size in {**base, **larger}.items()})
+            )
         except CaptureError:
             continue
         claims = tuple(one for one in other.claims if one.allows(one.sizes(far.example)))
@@ -74,12 +77,12 @@ def _holds_for_more(far: FarSizes, other: Exported, claim: Signature, missed: Ma
     base, program, gained = claim.sizes(far.example), LoadedProgram(other), 0
     for symbol in base:
         for size in {*TRIED, *missed.get(symbol, ()), base[symbol], *far.sizes_of_examples(claim, symbol)}:
-            sizes = {**base, symbol: size}
-            inside = other.signature.allows(_rename(sizes, claim, other.signature))
-            answer = far.ask(claim, symbol, sizes) if inside else None
-            if answer is not None and answer.answered and not judge(program, [answer.seen]).proven:
-                return False
-            gained += int(answer is not None and answer.answered) - int(claim.allows(sizes))
+            for sizes in _resize(far, claim, symbol, size):
+                inside = other.signature.allows(_rename(sizes, claim, other.signature))
+                answer = far.ask(claim, symbol, sizes) if inside else None
+                if answer is not None and answer.answered and not judge(program, [answer.seen]).proven:
+                    return False
+                gained += int(answer is not None and answer.answered) - int(claim.allows(sizes))
     return gained > 0
 
 
@@ -112,18 +115,34 @@ def _find_missed(far: FarSizes, claim: Signature, symbol: str) -> list[int]:
     step = claim.dims[symbol].multiple_of
     beyond = (claim.dims[symbol].max or 0) // step * step + step
     near = {step, base[symbol] + step, 2 * base[symbol], beyond, *far.sizes_of_examples(claim, symbol)}
-    left_out: list[dict[str, int]] = [{**base, symbol: size} for size in sorted(near)]
-    left_out = [sizes for sizes in left_out if not claim.allows(sizes)]
-    answers = [(sizes[symbol], far.ask(claim, symbol, sizes)) for sizes in left_out]
-    return [size for size, answer in answers if answer is not None and answer.answered]
+    return [
+        size
+        for size in sorted(near)
+        if any(_is_missed(far, claim, symbol, sizes) for sizes in _resize(far, claim, symbol, size))
+    ]
+
+
+def _is_missed(far: FarSizes, claim: Signature, symbol: str, sizes: Mapping[str, int]) -> bool:
+    answer = None if claim.allows(sizes) else far.ask(claim, symbol, sizes)
+    return answer is not None and answer.answered
+
+
+def _resize(far: FarSizes, claim: Signature, symbol: str, size: int) -> Iterator[dict[str, int]]:
+    """The sizes of the example with another one for `symbol`, alone and with those that are equal to it in all
+    examples: a text and its mask."""
+    base, names = claim.sizes(far.example), _names(claim, far.eager.calling.presumed)
+    yield {**base, symbol: size}
+    alike = [other for other, name in names.items() if name and name == names[symbol]]
+    if len(alike) > 1:
+        yield {**base, **dict.fromkeys(alike, size)}
 
 
 def _enlarge(far: FarSizes, claim: Signature, symbol: str, factor: int) -> int:
     """`factor` times the example's size, or as much of it as the eager model answers; 0 where that is none."""
-    base = claim.sizes(far.example)
+    size = claim.sizes(far.example)[symbol]
     while factor > 1:
-        answer = far.ask(claim, symbol, {**base, symbol: factor * base[symbol]})
-        if answer is not None and answer.answered:
-            return factor * base[symbol]
+        answers = (far.ask(claim, symbol, sizes) for sizes in _resize(far, claim, symbol, factor * size))
+        if any(answer is not None and answer.answered for answer in answers):
+            return factor * size
         factor //= 2
     return 0

@@ -126,3 +126,22 @@ def test_a_window_over_a_cache_that_grows_is_a_graph(tmp_path: Path) -> None:
     for past in (1, 7, 8, 60):
         keys = np.zeros((3, past, 4), np.float32)
         signature.check({"x": keys[:, 0], "keys": keys, "values": keys})
+
+
+class HeadAndTail(nn.Module):
+    """Of steps and their mask."""
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        ends, shown = (torch.cat([one[:, :8], one[:, -8:]], 1) for one in (x, mask))
+        return (ends * shown[..., None]).sum(1)
+
+
+@pytest.mark.jobs
+def test_sizes_that_are_one_in_all_examples_are_traced_larger_together(tmp_path: Path) -> None:
+    given = [(torch.randn(batch, length, 3), torch.ones(batch, length)) for batch, length in ((3, 5), (2, 13))]
+    recipe = recipes.untrained(lambda: HeadAndTail().eval(), examples=lambda: iter(given))
+    capture(recipe, None, tmp_path / "b", formats=["onnx"])
+    signature = open_bundle(tmp_path / "b").manifest.signature
+    for length in (5, 13, 60):
+        x = np.zeros((2, length, 3), np.float32)
+        signature.check({"x": x, "mask": x[..., 0]})
