@@ -27,13 +27,16 @@ def widen(far: FarSizes, exported: Exported, export_at: Callable[[Mapping[str, i
     missed = {symbol: sizes for symbol in base if (sizes := _find_missed(far, claim, symbol))}
     if not missed:
         return exported
+    names = _names(claim, far.eager.calling.presumed)
     for larger in _sizes_to_trace(far, claim, missed):
         try:
-            other = settle(far, export_at({**base, **larger}))
+            other = settle(
+                far, export_at({names[symbol] or symbol: size for symbol, size in {**base, **larger}.items()})
+            )
         except CaptureError:
             continue
-        claims = tuple(one for one in other.claims if one.allows(base))
-        if claims and claims[0].symbols == claim.symbols:
+        claims = tuple(one for one in other.claims if one.allows(one.sizes(far.example)))
+        if claims and _is_as_free(claims[0], claim):
             other = replace(other, claims=claims, signature=claims[0])
             if _holds_for_more(far, other, claim, missed):
                 return other
@@ -74,31 +77,72 @@ def _holds_for_more(far: FarSizes, other: Exported, claim: Signature, missed: Ma
     base, program, gained = claim.sizes(far.example), LoadedProgram(other), 0
     for symbol in base:
         for size in {*TRIED, *missed.get(symbol, ()), base[symbol], *far.sizes_of_examples(claim, symbol)}:
-            sizes = {**base, symbol: size}
-            answer = far.ask(claim, symbol, sizes) if other.signature.allows(sizes) else None
-            if answer is not None and answer.answered and not judge(program, [answer.seen]).proven:
-                return False
-            gained += int(answer is not None and answer.answered) - int(claim.allows(sizes))
+            for sizes in _resize(far, claim, symbol, size):
+                inside = other.signature.allows(_rename(sizes, claim, other.signature))
+                answer = far.ask(claim, symbol, sizes) if inside else None
+                if answer is not None and answer.answered and not judge(program, [answer.seen]).proven:
+                    return False
+                gained += int(answer is not None and answer.answered) - int(claim.allows(sizes))
     return gained > 0
 
 
+def _is_as_free(other: Signature, claim: Signature) -> bool:
+    """Whether `other` has a symbol wherever `claim` has one; those of one name may be two, with a guard on them."""
+    return [[isinstance(size, str) for size in spec.shape] for spec in other.inputs] == [
+        [isinstance(size, str) for size in spec.shape] for spec in claim.inputs
+    ] and all(_names(other, claim).values())
+
+
+def _names(other: Signature, claim: Signature) -> dict[str, str]:
+    """Symbol of `other` -> that of `claim` at its places; empty where it stands at places of several."""
+    found: dict[str, str] = {}
+    for one, theirs in zip(other.inputs, claim.inputs, strict=True):
+        for symbol, name in zip(one.shape, theirs.shape, strict=True):
+            if isinstance(symbol, str) and found.setdefault(symbol, str(name)) != name:
+                found[symbol] = ""
+    return found
+
+
+def _rename(sizes: Mapping[str, int], claim: Signature, other: Signature) -> dict[str, int]:
+    """`sizes` of the symbols of `claim`, by those of `other`."""
+    return {symbol: sizes[name] for symbol, name in _names(other, claim).items()}
+
+
 def _find_missed(far: FarSizes, claim: Signature, symbol: str) -> list[int]:
-    """Sizes near the example's and of the other examples that `claim` leaves out, and that the eager model answers."""
+    """Sizes near the example's, of the other examples and just beyond `claim` that it leaves out, and that the eager
+    model answers."""
     base = claim.sizes(far.example)
     step = claim.dims[symbol].multiple_of
-    near = {step, base[symbol] + step, 2 * base[symbol], *far.sizes_of_examples(claim, symbol)}
-    left_out: list[dict[str, int]] = [{**base, symbol: size} for size in sorted(near)]
-    left_out = [sizes for sizes in left_out if not claim.allows(sizes)]
-    answers = [(sizes[symbol], far.ask(claim, symbol, sizes)) for sizes in left_out]
-    return [size for size, answer in answers if answer is not None and answer.answered]
+    beyond = (claim.dims[symbol].max or 0) // step * step + step
+    near = {step, base[symbol] + step, 2 * base[symbol], beyond, *far.sizes_of_examples(claim, symbol)}
+    return [
+        size
+        for size in sorted(near)
+        if any(_is_missed(far, claim, symbol, sizes) for sizes in _resize(far, claim, symbol, size))
+    ]
+
+
+def _is_missed(far: FarSizes, claim: Signature, symbol: str, sizes: Mapping[str, int]) -> bool:
+    answer = None if claim.allows(sizes) else far.ask(claim, symbol, sizes)
+    return answer is not None and answer.answered
+
+
+def _resize(far: FarSizes, claim: Signature, symbol: str, size: int) -> Iterator[dict[str, int]]:
+    """The sizes of the example with another one for `symbol`, alone and with those that are equal to it in all
+    examples: a text and its mask."""
+    base, names = claim.sizes(far.example), _names(claim, far.eager.calling.presumed)
+    yield {**base, symbol: size}
+    alike = [other for other, name in names.items() if name and name == names[symbol]]
+    if len(alike) > 1:
+        yield {**base, **dict.fromkeys(alike, size)}
 
 
 def _enlarge(far: FarSizes, claim: Signature, symbol: str, factor: int) -> int:
     """`factor` times the example's size, or as much of it as the eager model answers; 0 where that is none."""
-    base = claim.sizes(far.example)
+    size = claim.sizes(far.example)[symbol]
     while factor > 1:
-        answer = far.ask(claim, symbol, {**base, symbol: factor * base[symbol]})
-        if answer is not None and answer.answered:
-            return factor * base[symbol]
+        answers = (far.ask(claim, symbol, sizes) for sizes in _resize(far, claim, symbol, factor * size))
+        if any(answer is not None and answer.answered for answer in answers):
+            return factor * size
         factor //= 2
     return 0

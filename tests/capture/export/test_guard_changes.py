@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -35,6 +37,38 @@ def test_a_guard_that_divides_by_zero_at_few_places_is_not_tried_one_by_one(monk
     monkeypatch.setattr(Guard, "holds", lambda self, sizes: asked.append(sizes) or alone(self, sizes))
     assert not holding(guard, {"a": np.arange(1, 60_001)}).all()
     assert 0 < len(asked) <= 64
+
+
+SIZES = [3, 5, 1 << 16, 1 << 20, 1 << 31, (1 << 40) + 1]
+
+
+@pytest.mark.parametrize(
+    "rule",
+    [
+        "d0 * d0 * d1 - 7 != 5 * d1",
+        "3 * d0 * (d1 + (4 - d1 % 4) % 4) * (d0 + (4 - d0 % 4) % 4) // 16 != 12 or d0 == 3",
+        "max(d0 * d1, d0 * d0) * d1 > min(d1 * d1, 5) * d0",
+    ],
+)
+def test_a_guard_whose_numbers_leave_64_bits_is_computed_in_whole_numbers_of_any_length(rule: str) -> None:
+    guard = Guard(text="", rule=rule, symbols=("a", "b"))
+    for most in SIZES:
+        a, b = np.array([one for one in SIZES if one <= most]), np.array([most])
+        each = [guard.holds({"a": int(one), "b": most}) for one in a]
+        assert holding(guard, {"a": a, "b": b}).tolist() == each
+
+
+def test_numbers_that_fit_at_the_sizes_that_are_tried_are_computed_as_a_column(monkeypatch: pytest.MonkeyPatch) -> None:
+    kinds: list[np.dtype[Any]] = []
+    whole = guard_changes._holding
+    monkeypatch.setattr(
+        guard_changes, "_holding", lambda guard, columns: kinds.append(columns[0].dtype) or whole(guard, columns)
+    )
+    padded = "(d0 + (4 - d0 % 4) % 4)"
+    guard = Guard(text="", rule=f"4 * {padded} * ({padded} // 4) * {padded} * d1 * d1 != 7", symbols=("a", "b"))
+    assert holding(guard, {"a": np.arange(1, 1000), "b": np.array([1000])}).all()
+    assert holding(guard, {"a": np.array([1 << 20]), "b": np.array([1000])}).all()
+    assert kinds == [np.dtype(np.int64), np.dtype(object)]
 
 
 @pytest.mark.parametrize(

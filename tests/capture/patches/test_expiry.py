@@ -222,6 +222,19 @@ def makes_a_constant_of_the_size_of_a_diagonal() -> bool:
     return refused(Of(lambda x: (x[0] @ x[0].T).fill_diagonal_(0)), X, message=SPECIALIZED)
 
 
+@shows("onnx/signals/windows")
+def lacks_frequencies_of_a_length() -> bool:
+    with pytest.raises(Exception, match="fft_rfftfreq"):
+        answers(export(Of(lambda x: x[..., :3] * torch.fft.rfftfreq(4)), X), X)
+    return True
+
+
+@shows("patches/stand_ins/size_slices")
+def holds_on_one_side_of_the_end_of_a_slice() -> bool:
+    program = export(Of(lambda x: x[:, :8]), X)
+    return all(one.upper <= 8 for one in program.range_constraints.values())
+
+
 @shows("patches/stand_ins/numpy_arrays")
 def refuses_an_array_of_a_size() -> bool:
     return refused(Of(lambda x: x + torch.from_numpy(np.sin(np.arange(x.shape[1])))[:, None]), X, message="")
@@ -427,6 +440,8 @@ def computes_shares_of_sizes_in_single_precision() -> bool:
 def takes_a_small_constant_for_zero_and_joins_limits_that_do_not_overlap() -> bool:
     small, limits, x = Of(lambda x: torch.log(x + 1e-12)), Of(lambda x: x.clamp(0, 1).clamp(5, 9)), torch.zeros(1, 3)
     infinite, limited = (answers(export(module, x, free=()), x)[0] for module in (small, limits))
+    with pytest.raises(Exception, match=r"[Ss]equence|Type"):  # tensors of two dtypes
+        answers(export(Of(lambda x: torch.hstack([x, x.long()])), X), X)
     return bool(np.isinf(infinite).any() and (limited != 5).any())
 
 
@@ -583,6 +598,17 @@ CASES: dict[Any, Case] = {
     _ATEN.addcmul.default: wide(lambda x: torch.addcmul(x, x, x, value=0.1)),
     _ATEN.addcdiv.default: wide(lambda x: torch.addcdiv(x, x, x.abs() + 1, value=0.1)),
     _ATEN.linalg_vector_norm.default: wide(lambda x: x.norm(0.7, dim=1)),
+    _ATEN.fft_fftfreq.default: wide(lambda x: x * torch.fft.fftfreq(4, 0.3, dtype=torch.float64)),
+    _ATEN.fft_rfftfreq.default: of(lambda x: x[:, :3] * torch.fft.rfftfreq(4), X[0]),
+    _ATEN.bartlett_window.default: wide(lambda x: x * torch.bartlett_window(4, dtype=torch.float64)),
+    _ATEN.bartlett_window.periodic: of(lambda x: x * torch.bartlett_window(4, False), X[0]),
+    _ATEN.kaiser_window.default: of(lambda x: x * torch.kaiser_window(4), X[0]),
+    _ATEN.kaiser_window.periodic: of(lambda x: x * torch.kaiser_window(4, False), X[0]),
+    _ATEN.kaiser_window.beta: of(lambda x: x * torch.kaiser_window(4, True, 5.0), X[0]),
+    _ATEN.hamming_window.default: of(lambda x: x.half() * torch.hamming_window(4, dtype=torch.half), X[0]),
+    _ATEN.hamming_window.periodic: of(lambda x: x * torch.hamming_window(4, False, dtype=torch.float32), X[0]),
+    _ATEN.hamming_window.periodic_alpha: of(lambda x: x * torch.hamming_window(4, True, 0.6), X[0]),
+    _ATEN.hamming_window.periodic_alpha_beta: of(lambda x: x * torch.hamming_window(4, False, 0.6, 0.3), X[0]),
     _ATEN.upsample_bicubic2d.vec: resized("bicubic"),
     _ATEN.upsample_bilinear2d.vec: resized("bilinear"),
     _PRIMS.hypot.default: of(torch.hypot, A * 1e30, B * 1e30),

@@ -10,7 +10,7 @@ import pytest
 from trueline.bundle.signature import Dim, Signature, TensorSpec
 from trueline.capture.proof.observe import Observation
 from trueline.capture.proof.probes import Probe
-from trueline.capture.proof.value_probes import LOWEST, Observe, make_value_probes, observe_border
+from trueline.capture.proof.value_probes import EQUAL, Observe, make_value_probes, observe_border
 
 EXAMPLE = np.array([[1.0, -0.25]], np.float32)
 
@@ -61,9 +61,11 @@ def test_a_model_whose_calls_cost_much_is_asked_only_until_it_answers_numbers() 
 def test_values_of_one_size_and_sign_are_asked_until_the_model_answers_numbers_and_no_further() -> None:
     spec = TensorSpec(name="x", datatype="FP32", shape=("batch", 2))
     signature = Signature(inputs=(spec,), outputs=(), dims={"batch": Dim()})
-    (lowest,) = [one for one in make_value_probes({"x": EXAMPLE}, signature) if LOWEST in one.name]
-    assert (lowest.inputs["x"] == np.float32(-3e38)).all()
-    asked: list[float] = []
-    observe = observer(1e10, asked)
-    observe_border(observe, observe([lowest]), cheap=True)
-    assert asked == [3e38, 1e30, 1e19, 1e18, 1e9]
+    most = float(np.finfo(np.float32).max)
+    for what, end in zip(EQUAL, (-most, most), strict=True):
+        (equal,) = [one for one in make_value_probes({"x": EXAMPLE}, signature) if what in one.name]
+        assert (equal.inputs["x"] == np.float32(end)).all()  # a sum of these overflows in one order of its terms alone
+        asked: list[float] = []
+        observe = observer(1e10, asked)
+        observe_border(observe, observe([equal]), cheap=True)
+        assert asked == [most, 3e38, 1e30, 1e19, 1e18, 1e9]

@@ -34,7 +34,7 @@ def holding(guard: Guard, sizes: Columns) -> np.ndarray[tuple[int], np.dtype[np.
     """Which of the combinations keep `guard`: all at once, or one by one where it divides by zero or chooses."""
     count = max(len(column) for column in sizes.values())
     given = [np.broadcast_to(sizes[symbol], (count,)) for symbol in guard.symbols]
-    return _holding(guard, given if _is_small(guard) else [column.astype(object) for column in given])
+    return _holding(guard, given if _fits(guard.rule, given) else [column.astype(object) for column in given])
 
 
 def _holding(guard: Guard, columns: Sequence[Any]) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
@@ -72,10 +72,44 @@ class _Elementwise(ast.NodeTransformer):
         return reduce(lambda one, other: ast.BinOp(left=one, op=operator, right=other), node.values)
 
 
-def _is_small(guard: Guard) -> bool:
-    """Whether nothing in it leaves 64 bits, whatever the operators are, at sizes up to 2**20."""
-    numbers = [int(number) for number in re.findall(r"(?<!d)\b\d+\b", guard.rule)]
-    return 20 * len(re.findall(r"\bd\d", guard.rule)) + sum(number.bit_length() for number in numbers) < 62
+def _fits(rule: str, columns: Sequence[Any]) -> bool:
+    """Whether no number on the way to the answer leaves 64 bits, whatever the signs."""
+    most = [int(column.max(initial=0)) for column in columns]
+    return _count_bits(rule, tuple(most)) < 62
+
+
+@cache
+def _count_bits(rule: str, most: tuple[int, ...]) -> int:
+    """Of the largest number that `rule` may compute from sizes up to `most`."""
+    numbers: list[int] = []
+
+    def measure(node: ast.expr) -> int:
+        numbers.append(found := _measure(node, most, measure))
+        return found
+
+    measure(ast.parse(rule, mode="eval").body)
+    return max(numbers).bit_length()
+
+
+def _measure(node: ast.expr, most: Sequence[int], measure: Callable[[ast.expr], int]) -> int:
+    """How far from zero a part of a guard may be; `measure` tells it of its own parts."""
+    match node:
+        case ast.Constant(value=int(number)):
+            return abs(number)
+        case ast.Name(id=name):
+            return most[place(name)]
+        case ast.UnaryOp(operand=operand):
+            return measure(operand)
+        case ast.BinOp(left=left, op=op, right=right):
+            a, b = measure(left), measure(right)
+            if isinstance(op, ast.Mult):
+                return a * b
+            return a if isinstance(op, ast.FloorDiv) else b if isinstance(op, ast.Mod) else a + b
+        case ast.Compare(left=left, comparators=[right]):
+            return max(measure(left), measure(right))
+        case ast.BoolOp(values=parts) | ast.Call(args=parts):
+            return max(map(measure, parts))
+    raise ValueError(f"a guard may not hold {ast.unparse(node)[:60]!r}")
 
 
 @cache

@@ -78,7 +78,7 @@ def export_at(module: torch.nn.Module, calling: Calling, sizes: Mapping[str, int
 
 
 def _export_free(module: torch.nn.Module, larger: Calling) -> Exported:
-    if not size_lengths.may_help(module):
+    if not size_lengths.may_help(module) and not size_lengths.makes_slices(module):
         return _export(TensorModule(module, larger), larger, {})
     with size_lengths.keep_lengths_free(module):
         return replace(_export(TensorModule(module, larger), larger, {}), how=fallbacks.LENGTHS)

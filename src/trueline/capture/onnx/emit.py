@@ -206,6 +206,7 @@ def _export(
         restored_vmap_levels(),
         quiet(),
         recurrent.keep_layers_whole(),
+        optimizer_rules.take_stacks_apart(),  # before the list of translations is kept
         torchlib_cache.cache_torchlib(),
         decomposition_cache.cache_operators(),
         optimizer_rules.keep_answers(),

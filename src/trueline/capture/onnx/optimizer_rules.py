@@ -4,8 +4,12 @@ onnxscript's rules compare constants with a tolerance of 1e-8 and 1e-5: 1e-9 is 
 dropped from `log(p + 1e-12)`. Here 0 and 1 match only themselves. Those that join two limits
 (`x.clamp(0, 1).clamp(5, 9)`, `x.clamp(-5, -1).relu()`, a minimum of a maximum) give the wrong one the last word where
 the limits do not overlap, and call the limits of two such pairs by one name. One takes what is added at all rows
-(`table.index_put((torch.arange(6),), x, accumulate=True)`) for the sum. They are left out. Source: the defaults of
-`onnxscript.rewriter._pattern_ir.Constant`, as `onnxscript.rewriter._matcher` uses them; the modules of these rules.
+(`table.index_put((torch.arange(6),), x, accumulate=True)`) for the sum. They are left out.
+
+So is the translation that `torch.hstack`, `vstack`, `dstack` and `column_stack` come to: a map over a sequence, which
+holds tensors of one dtype alone, where torch joins those of several. Without it torch takes these functions apart.
+Sources: the defaults of `onnxscript.rewriter._pattern_ir.Constant`, as `onnxscript.rewriter._matcher` uses them; the
+modules of these rules.
 """
 
 import math
@@ -18,6 +22,7 @@ import numpy as np
 from onnxscript import rewriter
 from onnxscript.rewriter import _matcher
 from onnxscript.rewriter.rules.common import _fuse_relus_clips, _min_max_to_clip, _redundant_scatter_nd
+from torch.onnx._internal import _lazy_import
 
 from trueline.capture.patches import Patch
 
@@ -28,6 +33,25 @@ PATCH = Patch(
     helps=("nerf", "log(p + 1e-12)", "x.clamp(max=4).clamp(min=-3)"),
 )
 _WRONG = [*_fuse_relus_clips.rules, *_min_max_to_clip.rules, _redundant_scatter_nd.no_op_static_scatter_nd_rule]
+
+_APIS: Any = vars(_lazy_import)["onnxscript_apis"]
+_LIST = _APIS.get_torchlib_ops
+_OF_SEQUENCES = {f"aten::atleast_{rank}d.Sequence" for rank in (1, 2, 3)}
+
+
+@contextmanager
+def take_stacks_apart() -> Iterator[None]:
+    """In the block torch.onnx has no translation of what torch can take apart better."""
+    before = _APIS.get_torchlib_ops
+    _APIS.get_torchlib_ops = _list_translations
+    try:
+        yield
+    finally:
+        _APIS.get_torchlib_ops = before
+
+
+def _list_translations() -> list[Any]:
+    return [one for one in _LIST() if one.qualified_name not in _OF_SEQUENCES]
 
 
 @contextmanager

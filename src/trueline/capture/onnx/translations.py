@@ -18,6 +18,7 @@ from torch.onnx._internal.exporter._torchlib.ops import hop
 
 from trueline.capture.onnx import indices, integer_arithmetic, numerics, order_statistics, resampling
 from trueline.capture.onnx.dtypes import double_operators
+from trueline.capture.onnx.signals import windows
 from trueline.capture.patches import Patch
 
 PATCH = Patch(
@@ -281,6 +282,7 @@ TRANSLATIONS: dict[Callable[..., Any], Callable[..., Any]] = {
     **double_operators.TRANSLATIONS,
     **resampling.TRANSLATIONS,
     **order_statistics.TRANSLATIONS,
+    **windows.TRANSLATIONS,
     _ATEN.add.Tensor: _add,
     _ATEN.divide.Tensor: _promote(core.aten_div),
     _ATEN.multiply.Tensor: _promote(core.aten_mul),

@@ -33,7 +33,7 @@ HUGE = (1e308, 3e38, 1e30, 1e19, 1e18, 1e9, 1e6, 6e4, 1e4, 1e3, 1e2, 1e1)
 number on either side. 6e4, 3e38 and 1e308 are near the ends of FP16, FP32 and FP64, where sums overflow in one order of
 their terms alone; the square of 1e19 is near that of FP32."""
 
-UP_TO, LOWEST = "up to {:g}", "all the lowest"
+UP_TO, EQUAL = "up to {:g}", ("all the lowest", "all the largest")
 HALVES = 6
 """From a factor of 1e11, the widest step of the sizes, to one of 1.5."""
 Observe = Callable[[Sequence[Probe]], tuple[Observation, ...]]
@@ -116,10 +116,11 @@ def _floats(
             scaled = np.asarray(array.astype(np.float64) * (size / shown)).astype(array.dtype)
         yield _probe(example, signature, UP_TO.format(size), name, scaled, size)
         yield _probe(example, signature, f"magnitudes {UP_TO.format(size)}", name, np.abs(scaled), size)
-        lowest = np.full_like(
-            array, -size
-        )  # products of both signs: where a sum of them is NaN, an extreme may lose it
-        yield _probe(example, signature, f"{LOWEST}, {UP_TO.format(size)}", name, lowest, size)
+        # products of both signs: where a sum of them is NaN, an extreme may lose it, and its order decides if it is
+        most = float(np.finfo(kind).max)
+        for what, value in zip(EQUAL, (-most, most), strict=True):
+            equal = np.full_like(array, value)
+            yield _probe(example, signature, f"{what}, {UP_TO.format(most)}", name, equal, most)
 
 
 def smaller(probe: Probe) -> Iterator[Probe]:
@@ -197,7 +198,9 @@ def observe_border(observe: Observe, observations: Sequence[Observation], *, che
         sizes = {seen.probe.name: seen.probe.value for seen in found if _has_numbers(seen)}
         parents = [(seen.probe, one) for seen in beyond for one in islice(smaller(seen.probe), 1)]
         ended = [(parent, float(one.value)) for parent, one in parents if one.name in sizes]
-        borders += [one for one in ended if LOWEST not in one[0].name]  # the others are between the same sizes
+        borders += [
+            one for one in ended if not any(what in one[0].name for what in EQUAL)
+        ]  # the others are between the same sizes
         beyond = [seen for seen in found if not _has_numbers(seen)]
         more += found
     for _ in range(HALVES if cheap and borders else 0):

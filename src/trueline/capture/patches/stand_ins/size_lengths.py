@@ -17,7 +17,7 @@ import torch
 
 from trueline.capture.model.code_paths import is_users, names_in, users_functions
 from trueline.capture.patches import Patch, enter_at_calls
-from trueline.capture.patches.stand_ins import numpy_arrays, size_functions, size_numbers, size_rows
+from trueline.capture.patches.stand_ins import numpy_arrays, size_functions, size_numbers, size_rows, size_slices
 from trueline.capture.patches.stand_ins.size_lists import SizeList, TensorsOfLists, make_range
 from trueline.capture.patches.stand_ins.size_numbers import NumbersOfSizes
 from trueline.capture.patches.stand_ins.size_rows import ListsOfRows, SizeNumbers, SizeRows
@@ -122,6 +122,8 @@ _BUILTINS = {
 _INSTEAD = (*size_functions.INSTEAD, *size_rows.INSTEAD, *numpy_arrays.INSTEAD)
 _NAMES = size_functions.NAMES | size_rows.NAMES | numpy_arrays.NAMES | {"len", "int", "float", "min", "max"}
 
+_MODES = (TensorsOfLists, ListsOfRows, numpy_arrays.TensorsOfArrays, NumbersOfSizes, size_slices.FreeSlices)
+
 
 @contextmanager
 def keep_lengths_free(module: torch.nn.Module) -> Iterator[None]:
@@ -138,8 +140,8 @@ def keep_lengths_free(module: torch.nn.Module) -> Iterator[None]:
         for scope in scopes.values():
             scope |= {name: ours for name, ours in _BUILTINS.items() if name not in scope}
         with ExitStack() as stack:
-            for mode in (TensorsOfLists(), ListsOfRows(), numpy_arrays.TensorsOfArrays(), NumbersOfSizes()):
-                stack.enter_context(enter_at_calls(module, mode))
+            for mode in _MODES:
+                stack.enter_context(enter_at_calls(module, mode()))
             for block in (size_rows.keep_lists, size_functions.add_methods, numpy_arrays.keep_tensors):
                 stack.enter_context(block())
             yield
@@ -184,6 +186,11 @@ def may_help(module: torch.nn.Module) -> bool:
         not _NAMES.isdisjoint(names) or ("range" in names and not {"list", "tuple"}.isdisjoint(names))
         for names in (names_in(function.__code__) for function in _functions_of(module))
     )
+
+
+def makes_slices(module: torch.nn.Module) -> bool:
+    """Whether the user's code of `module` has a slice, which a free size may end."""
+    return any(size_slices.makes_slice(function.__code__) for function in _functions_of(module))
 
 
 def _functions_of(module: torch.nn.Module) -> list[FunctionType]:

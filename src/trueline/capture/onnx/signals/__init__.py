@@ -1,0 +1,1 @@
+"""Signals: windows, frequencies."""
