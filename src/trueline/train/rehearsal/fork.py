@@ -195,7 +195,10 @@ def _rehearse(
         if "code" not in found and after is not None:
             applied.spare_files()
             try:
-                yield from after.batches()
+                for batch in after.batches():
+                    if after.fault is not None:  # before code of the loop raises for what comes next
+                        break
+                    yield batch
                 fault = after.fault
             except UsageError as error:
                 fault = error
