@@ -147,7 +147,7 @@ class Rarely(SGD):
 
 def test_what_an_optimizer_uses_in_few_steps_alone_is_found_in_a_job_that_has_such_a_step() -> None:
     joined.expect_same_after_join(make(Rarely), 79)
-    with pytest.raises(UsageError, match="differ from them by .* after 40 more steps"):
+    with pytest.raises(UsageError, match=r"differ from them by .* after 40 more steps"):
         joined.expect_same_after_join(make(Rarely), 80)
 
 
