@@ -308,7 +308,10 @@ def _new(job: JobSettings, job_dir: str | Path | None, recipe: Recipe | None = N
     folder = _next_free(job.name) if job_dir is None else Path(job_dir).resolve()
     if JobDir(folder).settings.exists():
         raise UsageError(f"{folder} holds a job already", hint="add --resume to continue it, or choose another folder")
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # the model, what it learned from, and secrets
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)  # the model, what it learned from, and secrets
+    except OSError as error:
+        raise files.storage_error(error, folder) from error
     if job.weights and recipe is not None:
         job = _start_from(job, recipe, folder)
     if recipe is not None and recipe.path is not None and files.user_cache() in recipe.path.parents:
@@ -370,6 +373,8 @@ def _next_free(name: str) -> Path:
             return folder
         except FileExistsError:
             number += 1
+        except OSError as error:
+            raise files.storage_error(error, folder) from error
 
 
 def _restore_checkpoint(folder: Path, job: JobSettings) -> None:

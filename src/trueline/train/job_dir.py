@@ -131,9 +131,12 @@ class JobDir:
         return _read(self._launch, LaunchRecord)
 
     def begin_launch(self) -> None:
-        """Makes the folder of the logs and the secret of a launch, which has no master yet."""
-        self.logs.mkdir(parents=True, exist_ok=True)
-        self._master.unlink(missing_ok=True)
+        """Makes the folder of the logs and the secret of a launch, which has no master yet. Raises StorageError."""
+        try:
+            self.logs.mkdir(parents=True, exist_ok=True)
+            self._master.unlink(missing_ok=True)
+        except OSError as error:
+            raise files.storage_error(error, self.path) from error
         files.write_atomic(self._secret, secrets.token_urlsafe(32).encode(), mode=0o600)
 
     def begin_succession(self, secret: str) -> None:
@@ -147,7 +150,9 @@ class JobDir:
         return self._secret.read_text()
 
     def remove_secret(self) -> None:
-        self._secret.unlink(missing_ok=True)
+        """Hides no error that ended the job: its folder may be read-only by now."""
+        with contextlib.suppress(OSError):
+            self._secret.unlink()
 
     def write_master(self, master: MasterRecord) -> None:
         files.write_atomic(self._master, msgspec.json.encode(master), mode=0o600)
@@ -180,8 +185,11 @@ def current_job() -> Path | None:
 
 
 def _lock_file(path: Path) -> int | None:
-    """Locks a file until the returned descriptor is closed; None when it is locked."""
-    handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+    """Locks a file until the returned descriptor is closed; None when it is locked. Raises StorageError."""
+    try:
+        handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+    except OSError as error:
+        raise files.storage_error(error, path) from error
     try:
         fcntl.fcntl(handle, fcntl.F_OFD_SETLK, _WHOLE_FILE)
     except (BlockingIOError, PermissionError):

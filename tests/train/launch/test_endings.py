@@ -12,7 +12,7 @@ import pytest
 
 from trueline import errors
 from trueline.engine.contract import Kind, Seen
-from trueline.train import settings
+from trueline.train import api, settings
 from trueline.train.api import JobSummary
 from trueline.train.job_dir import JobDir, LaunchRecord
 from trueline.train.launch import jobs, launcher, shutdown
@@ -310,6 +310,32 @@ def end_of_a_job(job_dir, during):
         kept = exits.pop_all()
     with shutdown.no_second_signal():
         kept.close()
+
+
+def test_what_cannot_be_removed_hides_no_error_that_ended_the_job(job_dir, tmp_path):
+    (job_dir / "secret" / "held").mkdir(parents=True)  # no file: removing it fails, as in a read-only folder
+    running = launcher.LocalJob(job_dir)
+    running.scratch = tmp_path / "scratch"
+
+    @contextlib.contextmanager
+    def launched():
+        try:
+            yield
+        finally:
+            running._clean_folder()
+
+    with pytest.raises(errors.StorageError, match="the journal cannot be written"), launched():
+        raise errors.StorageError("the journal cannot be written")
+
+
+def test_a_folder_that_cannot_be_made_is_named_by_the_error(tmp_path):
+    script, taken = tmp_path / "train.py", tmp_path / "taken"
+    script.touch()
+    taken.touch()
+    with pytest.raises(errors.StorageError, match=f"{taken / 'job'} failed: Not a directory"):
+        api.prepare_script(script, job_dir=taken / "job")
+    with pytest.raises(errors.StorageError, match=f"{taken / 'lock'} failed: Not a directory"):
+        JobDir(taken).hold()
 
 
 def test_after_a_job_has_ended_signals_do_what_they_did_before_it(job_dir, sigterm):

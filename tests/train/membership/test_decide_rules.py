@@ -147,6 +147,18 @@ def test_nobody_is_stuck_before_a_step_of_its_own():
     assert "worker-1.1" in world.state.members
 
 
+def test_members_that_all_compute_are_not_stuck_since_a_newcomer_waits_and_would_take_the_state_with_them():
+    world = running().happen(h.Death(B, "killed")).enter(a=5, c=5).happen(h.Ready("worker-1.1", "b:2"))
+    world.enter(a=5, c=5).happen(h.Entered("worker-1.1", world.state.generation, -1))
+    for since in range(230):
+        world.now += 1.0
+        world.happen(h.Heartbeat(A, 5, "computing", since), h.Heartbeat(C, 5, "computing", since))
+        world.happen(h.Heartbeat("worker-1.1", -1, "waiting", since), h.Tick())
+        if any(isinstance(action, h.Kill) for action in world.all):
+            break
+    assert since == 201, "a hang ends in the end"
+
+
 def test_ten_usual_steps_are_waited_for_where_steps_are_slow():
     world = running()
     for step in range(6, 16):

@@ -126,6 +126,15 @@ def wait(world: World) -> None:
         world.advance.param_groups[0]["lr"] = 0.01
 
 
+class Seen(World):
+    """Sets its rate by a count of the records that it has seen, of which the trial alone has more than the bound."""
+
+    def loss(self, outputs: torch.Tensor, batch: Any) -> torch.Tensor:
+        self.kept = (self.kept or 0) + len(batch.records)
+        self.advance.param_groups[0]["lr"] = 0.05 if self.kept < 30 else 0.01
+        return super().loss(outputs, batch)
+
+
 def step_other(world: World) -> None:
     assert world.beside.grad is not None
     with torch.no_grad():
@@ -165,11 +174,12 @@ class Weighs(World):
         (World, None, average_arrays, "loop changes the loop's self.kept, an average or copy of the weights"),
         (World, None, make_average, r"another module \(AveragedModel\)"),
         (World, None, wait, r"sets the optimizer's numbers \(a learning rate\) by the loop's self.kept"),
+        (Seen, 0, lambda _: None, r"sets the optimizer's numbers \(a learning rate\) by the loop's self.kept"),
         (Weighs, None, step_other, r"changes a tensor of shape \[1\] that the loss trains"),
         (Weighs, None, remember_later, "the loss of the same records is .* instead of"),
         (Weighs, "moves", lambda _: None, r"before job.step\(loss\) the loop changes the loop's self.average"),
     ], 3, pytest.mark.jobs),
-    ids=["flat", "arrays", "made later", "callback", "beside", "later", "in the body"],
+    ids=["flat", "arrays", "made later", "callback", "seen", "beside", "later", "in the body"],
 )  # fmt: skip
 def test_averages_of_any_form_and_what_follows_from_them_are_refused_before_the_first_step(make, keep, after, why):
     world = make()

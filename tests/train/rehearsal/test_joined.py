@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 from torch.optim import SGD, Adam, Optimizer
-from torch.optim.lr_scheduler import LambdaLR
+from torch.optim.lr_scheduler import LambdaLR, OneCycleLR
 
 from trueline import events
 from trueline.errors import CheckpointError, UsageError
@@ -119,6 +119,43 @@ def test_an_optimizer_continues_in_a_worker_that_joins_or_is_refused_before_the_
         else:
             joined.expect_same_after_join(new)
     assert "optimizer.untried" not in heard
+
+
+class Rarely(SGD):
+    """Its own state_dict leaves out the slow weights, which count in each 40th step."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, lr=0.1)
+        self.slow = [value.detach().clone() for value in self.param_groups[0]["params"]]
+        self.taken = 0
+
+    def state_dict(self) -> Any:
+        return {**super().state_dict(), "taken": self.taken}
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        super().load_state_dict(state_dict)
+        self.taken = state_dict["taken"]
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step()
+        self.taken += 1
+        for mine, its in zip(self.slow, self.param_groups[0]["params"], strict=True):
+            if self.taken % 40 == 0:
+                its.copy_(mine.lerp_(its, 0.5))
+
+
+def test_what_an_optimizer_uses_in_few_steps_alone_is_found_in_a_job_that_has_such_a_step() -> None:
+    joined.expect_same_after_join(make(Rarely), 79)
+    with pytest.raises(UsageError, match=r"differ from them by .* after 40 more steps"):
+        joined.expect_same_after_join(make(Rarely), 80)
+
+
+def test_a_schedule_that_ends_with_the_job_is_tried_no_longer() -> None:
+    heard: list[str] = []
+    with events.listening(lambda name, _: heard.append(name)):
+        joined.expect_same_after_join(make(Lookahead, lambda one: OneCycleLR(one, 0.1, total_steps=12)), 12)
+    assert heard == []
 
 
 class Sharp(SGD):

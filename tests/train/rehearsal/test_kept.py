@@ -228,6 +228,39 @@ def test_a_counter_of_any_kind_of_number_is_found(none: Any) -> None:
         try_function(weigh, {"weigh": weigh})
 
 
+def put_item(room: Any, at: int) -> int:
+    """Puts one more item into a collection, or adds one to a tensor or an array, and returns how many there are."""
+    if isinstance(room, Tensor | np.ndarray):
+        room[...] = room + 1
+        return int(room.sum())
+    if isinstance(room, dict):
+        room[at] = at
+    else:
+        (room.add if isinstance(room, set) else room.append)(at)
+    return len(room)
+
+
+@pytest.mark.parametrize(
+    "make", [list, deque, set, dict, lambda: torch.zeros(()), lambda: np.zeros(1)],
+    ids=["list", "deque", "set", "dict", "tensor", "array"],
+)  # fmt: skip
+def test_a_bound_that_the_batches_of_a_trial_have_passed_is_found_by_what_was_kept_before_them(make: Any) -> None:
+    room, calls = make(), itertools.count()
+
+    def compute() -> list[float]:
+        return [1.0 if put_item(room, next(calls)) < 7 else 0.5]
+
+    memory = kept.KeptNames(Plain(), lambda: [("the loop's ", {"room": room})])
+    memory.begin()
+    for _ in range(9):
+        compute()
+        memory.look()
+    before = copy.deepcopy(room)
+    with pytest.raises(UsageError, match="the loss uses the loop's room, which each batch changes"):
+        memory.expect_unused(compute)
+    assert len(before) + 1 == len(room) if isinstance(room, list) else True
+
+
 def test_a_set_of_what_was_seen_is_found_though_the_same_records_do_not_make_it_longer() -> None:
     seen = set[float]()
 

@@ -72,6 +72,28 @@ class Codebook(nn.Module):
         return scaled
 
 
+class Follows(nn.Module):
+    """A teacher that begins as its student, zeros included, so that the first average changes nothing."""
+
+    def __init__(self, *, puts: bool = False) -> None:
+        super().__init__()
+        self.net, self.puts = nn.Linear(4, 4), puts
+        nn.init.zeros_(self.net.bias)
+        for name, value in self.net.named_parameters():
+            self.register_buffer(f"its_{name}", value.detach().clone())
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            for name, value in self.net.named_parameters():
+                its = getattr(self, f"its_{name}")
+                if self.puts:
+                    setattr(self, f"its_{name}", 0.9 * its + 0.1 * value)
+                else:
+                    its.lerp_(value, 0.1)
+        outputs: Tensor = self.net(x) + nn.functional.linear(x, self.its_weight, self.its_bias)
+        return outputs
+
+
 class Langevin(torch.optim.SGD):
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         super().step()
@@ -110,6 +132,8 @@ def loop(part: Callable[[], nn.Module], optimizer: Any = torch.optim.SGD, batch:
         pytest.param(
             loop(Codebook, reduction="mean", micro_batch=4), id="a codebook by shards", marks=pytest.mark.long
         ),
+        pytest.param(loop(Follows), id="a teacher that begins as its student"),
+        pytest.param(loop(lambda: Follows(puts=True)), id="a teacher in new tensors", marks=pytest.mark.jobs),
         pytest.param(loop(spectral, bitwise=True), id="bitwise", marks=pytest.mark.long),
         pytest.param(loop(nn.Identity, Langevin), id="an optimizer that draws"),
     ],

@@ -39,13 +39,14 @@ def make_model() -> nn.Module:
 def _as_long_as_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(late_steps, "PROBE_S", 600.0)
     monkeypatch.setattr(late_steps, "WIDE_S", 600.0)
+    monkeypatch.setattr(late_steps, "MANY_S", 600.0)
 
 
-def train(loss: Loss, **options: Any) -> Elastic:
+def train(loss: Loss, times: int = 1, global_batch: int = 24, **options: Any) -> Elastic:
     model = make_model()
     advance = torch.optim.SGD(model.parameters(), lr=0.02)
-    data = TensorDataset(INPUTS, LABELS)
-    job = Elastic(model, advance, data, global_batch=24, epochs=2, options=Options(**options))
+    data = TensorDataset(INPUTS.repeat(times, 1), LABELS.repeat(times, 1))
+    job = Elastic(model, advance, data, global_batch=global_batch, epochs=2, options=Options(**options))
     for batch in job:
         job.step(loss(model, batch, job))
     return job
@@ -81,6 +82,16 @@ def test_a_loss_that_compares_records_from_a_later_step_on_is_refused_before_the
 def test_a_loss_that_counts_more_records_than_the_first_trial_has_is_refused() -> None:
     with pytest.raises(UsageError, match=r"in step \d+, the loss of 24 records .* is not made of its parts"):
         train(lambda model, batch, _: error(model, batch) * (1.0 + max(0, len(batch.records) - 20)))
+
+
+def test_a_loss_that_leaves_out_records_beyond_hundreds_is_refused_before_the_first_step() -> None:
+    def leave_out(model: nn.Module, batch: Any, _: Any) -> Tensor:
+        off = ((model(batch.inputs) - batch.labels) ** 2).mean(dim=1)
+        out: Tensor = off.topk(min(len(off), 300)).values.sum() / len(off)
+        return out
+
+    with pytest.raises(UsageError, match=r"in step \d+, the loss of 600 records .* is not made of its parts"):
+        train(leave_out, times=5, global_batch=600)
 
 
 RARE = float(INPUTS[:, 5].sort().values[-4])

@@ -203,6 +203,25 @@ def test_a_schedule_that_ends_before_the_job_is_refused_before_the_first_step(ch
         check_length(schedule, 11)
 
 
+@pytest.mark.parametrize("first", [False, True])
+def test_a_schedule_in_a_row_of_several_has_the_steps_until_the_next_one(first):
+    advance = advance_of()
+    short = torch.optim.lr_scheduler.OneCycleLR(advance.optimizer, max_lr=1.0, total_steps=6, cycle_momentum=False)
+    flat = torch.optim.lr_scheduler.ConstantLR(advance.optimizer)
+    row = [short, flat] if first else [flat, short]
+
+    def in_a_row(milestone):
+        return torch.optim.lr_scheduler.SequentialLR(advance.optimizer, row, [milestone])
+
+    fits, steps = in_a_row(7 if first else 4), 40 if first else 10
+    check_length(fits, steps)
+    for _ in range(steps):
+        advance.optimizer.step()
+        fits.step()
+    with pytest.raises(UsageError, match="the OneCycleLR is for 6 steps, and this job has 7 for it"):
+        check_length(in_a_row(8) if first else fits, steps + 1)
+
+
 def test_what_reads_the_state_is_told_before_it_changes():
     advance, seen = advance_of(ema=0.9), []
     advance.before_change = lambda: seen.append(weight(advance))

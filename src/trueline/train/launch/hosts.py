@@ -8,6 +8,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -155,8 +156,9 @@ def clean(folder: JobDir, *, keep_launch: bool) -> None:
     launch = own.read_launch() if keep_launch else None
     shutil.rmtree(own.path, ignore_errors=True)
     if launch is not None:
-        own.path.mkdir(mode=0o700)
-        own.write_launch(launch)
+        with suppress(OSError, StorageError):  # of a read-only folder nothing was removed
+            own.path.mkdir(mode=0o700)
+            own.write_launch(launch)
 
 
 def _pack(folder: JobDir, own: HostsFolder, job: JobSettings, store: str) -> tuple[TravelledFile, ...]:

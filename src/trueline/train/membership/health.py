@@ -13,6 +13,8 @@ from trueline.train.membership.poison import accuse, note_deaths
 from trueline.train.membership.state import Breaks, Failures, Member, MembershipPolicy, State, fill, form, join_refs
 
 BUSY = ("reading", "computing")
+ALL_BUSY = 20
+"""Times as long as one member."""
 FADE = 0.99  # factor of `State.silence_s` at each tick (0.25 s): half is left after 17 s
 
 
@@ -192,25 +194,33 @@ def _stuck(state: State, policy: MembershipPolicy) -> list[Death]:
     """Members that hold the job up for longer than its usual steps allow.
 
     A member that computes while all others wait for it is stuck: not before a step of its own (compilers, caches), nor
-    while the others have waited only for a moment, since a step may be slow for all. A member that still waits in a
-    group that was cut is stuck whatever the others do: a collective inside torch has not noticed the cut.
+    while the others have waited only for a moment, since a step may be slow for all. Where newcomers alone wait, all
+    that have trained compute, as when each compiles for its new share, and the state would be lost with them: they get
+    ALL_BUSY times as long. A member that still waits in a group that was cut is stuck whatever the others do: a
+    collective inside torch has not noticed the cut.
     """
     patience = _patience(state, policy)
     cut = not state.released and state.cut_below == state.generation
     late = cut and state.view_s > patience
-    busy, held, waited, moving = [], [], False, False
+    waiting = {ref for ref in state.view if _waits(state.members[ref], state, cut=cut)}
+    limit = patience if any(state.members[ref].stepped for ref in waiting) else ALL_BUSY * patience
+    busy, held, moving = [], [], False
     for ref in state.view:
         member = state.members[ref]
-        if (not state.released and member.entered is not None) or (member.phase == "waiting" and not cut):
-            waited, moving = True, moving or member.phase_s < patience / 2
+        if ref in waiting:
+            moving = moving or member.phase_s < patience / 2
         elif late and member.phase in ("waiting", "regrouping") and member.phase_s > patience:
             held.append(Death(ref, f"stuck: {member.phase} for {member.phase_s:.1f} s in a group that was cut"))
-        elif member.phase in BUSY and member.stepped and member.phase_s > patience:
+        elif member.phase in BUSY and member.stepped and member.phase_s > limit:
             what = f"stuck: {member.phase} for {member.phase_s:.1f} s while all others wait"
             busy.append(Death(ref, f"{what}; the usual step takes {state.usual_s:.3g} s"))
         else:
             moving = True
-    return held + (busy if waited and not moving else [])
+    return held + (busy if waiting and not moving else [])
+
+
+def _waits(member: Member, state: State, *, cut: bool) -> bool:
+    return (not state.released and member.entered is not None) or (member.phase == "waiting" and not cut)
 
 
 def count_stranded(state: State, policy: MembershipPolicy) -> int:

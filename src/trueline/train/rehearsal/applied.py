@@ -52,6 +52,7 @@ class AppliedTrial:
         self._before: list[torch.Tensor] = []
         self._wild: list[torch.Tensor] = []
         self._memory = kept.KeptNames(self._model, places.list_caller_spaces)
+        self._memory.begin()
         self._copies = copies.Copies(self._model, self._memory)
         self._strange: list[torch.Tensor] = []
         """Tensors that the loss trains and the model does not have."""
@@ -68,8 +69,8 @@ class AppliedTrial:
             if ids is first:
                 self._memory.look()
         self._note(self._find_rule_of_losses())
-        for place in self._memory.list_changed() if self.fault is None else ():
-            with kept.change(place):
+        for place, changed in self._memory.list_changes() if self.fault is None else ():
+            with changed:
                 self._place = place
                 yield from self._one(first, step)
                 self._find_use(place)

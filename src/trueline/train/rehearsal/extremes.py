@@ -31,7 +31,6 @@ from trueline.train.rehearsal.double import MOST_BYTES, FurtherTrial
 from trueline.train.step import reduction
 from trueline.train.step.contribution import StepBatch
 from trueline.train.step.model_traits import ModelTraits
-from trueline.train.step.parts.late_steps import MOST_RECORDS
 from trueline.train.step.plan import Ints, choose_late
 from trueline.train.step.trial import LossTrial, TrialInputs
 
@@ -39,6 +38,8 @@ POOL, FEWEST, TWICE = 16, 6, 2
 """Records that are computed alone, the fewest of them, and how often each is in its batch: code may need two."""
 MOST_S = 1.5
 """Processor time of all of it."""
+MOST_RECORDS = 256
+"""Of a batch of records that are like each other."""
 MIXED, ORDERS = 12, 4
 """Records of a batch of both ends, and most orders that are tried."""
 TURNS, TRAINED, STRIDE, LEAST = 20, 8, 0.15, 0.05

@@ -76,7 +76,7 @@ def try_loop(trial: LossTrial, shown: ModelTraits, optimizer_step: OptimizerStep
         return
     applied.check_schedulers(optimizer_step.optimizer, optimizer_step.scheduler)
     if joined.needs_trial(optimizer_step.model, optimizer_step.optimizer, optimizer_step.scheduler):
-        joined.expect_same_after_join(lambda: joined.copy_step(optimizer_step))
+        joined.expect_same_after_join(lambda: joined.copy_step(optimizer_step), trial.inputs.total_steps)
     found = None
     if can_fork(trial.inputs.model):
         fresh = FreshTrial(trial.inputs, places.list_caller_spaces)
@@ -195,7 +195,10 @@ def _rehearse(
         if "code" not in found and after is not None:
             applied.spare_files()
             try:
-                yield from after.batches()
+                for batch in after.batches():
+                    if after.fault is not None:  # before code of the loop raises for what comes next
+                        break
+                    yield batch
                 fault = after.fault
             except UsageError as error:
                 fault = error

@@ -1,4 +1,6 @@
-"""Tries whether an optimizer that joins continues as the others do: two steps, their state to another one, two more.
+"""Tries whether an optimizer that joins continues as the others do: two steps, their state to another one, two more,
+and then as many as the job has, as far as the time lets, with another one that joins half-way: slow weights may count
+in each sixth step, or each hundredth.
 
 What an optimizer of a user's own, its hooks or a scheduler's function keep outside of `state_dict()` would not be
 there, and the workers' weights would part without a word. Optimizers and schedulers of torch's own are not tried.
@@ -7,6 +9,8 @@ there, and the workers' weights would part without a word. Optimizers and schedu
 from __future__ import annotations
 
 import copy
+import math
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -22,7 +26,8 @@ from trueline.train.step.optimizer_step import OptimizerStep, is_of_torch
 MOST_BYTES, MOST_SIDE = 16 << 20, 16
 """Of a model whose optimizer is tried as it is; of a larger one no dimension of a tensor is longer: the trial takes two
 copies of it, with two states."""
-STEPS = 2
+STEPS, FURTHER_S = 2, 0.3
+"""Before and after the state is taken, and how long further ones may take, in seconds of the processor's time."""
 
 
 def needs_trial(model: torch.nn.Module, optimizer: torch.optim.Optimizer, scheduler: Any) -> bool:
@@ -39,11 +44,12 @@ def _has_functions(scheduler: Any) -> bool:
     return own or any(map(_has_functions, parts))
 
 
-def expect_same_after_join(make: Callable[[], OptimizerStep]) -> None:
-    """Raises UsageError unless a step that `make` returns continues as another one whose state it has taken."""
+def expect_same_after_join(make: Callable[[], OptimizerStep], total_steps: int = 2 * STEPS) -> None:
+    """Raises UsageError unless a step that `make` returns continues as another one whose state it has taken, in a job
+    of `total_steps`."""
     try:
         with seeding.preserve_generators():
-            off = _try(make)
+            off, after = _try(make, total_steps)
     except CheckpointError:
         raise
     except Exception as error:  # a user's code may raise anything; the first step shows it
@@ -59,25 +65,64 @@ def expect_same_after_join(make: Callable[[], OptimizerStep]) -> None:
     if off:
         raise UsageError(
             f"the optimizer or its schedule keeps something that is not in its state_dict(): parameters that took the "
-            f"state of others after {STEPS} steps differ from them by {off:.3g} after two more",
+            f"state of others differ from them by {off:.3g} after {after} more steps",
             hint="a worker that joins receives state_dict(): keep it in optimizer.state[parameter] or in numbers of "
             "param_groups, or write state_dict() and load_state_dict(); several optimizers: trueline.JointOptimizer",
         )
 
 
-def _try(make: Callable[[], OptimizerStep]) -> float:
-    ahead, joining = make(), make()
+def _try(make: Callable[[], OptimizerStep], total_steps: int) -> tuple[float, int]:
+    """By how much parameters differ, and after how many steps since the state was taken; 0.0: they never do."""
+    ahead = make()
     for step in range(STEPS):
         _step(ahead, step)
+    joining = _join(make, ahead)
+    for step in (STEPS, STEPS + 1):  # a schedule acts on the step after its own
+        _step(ahead, step)
+        _step(joining, step)
+    if off := _differ(joining, ahead):
+        return off, STEPS
+    return _try_further(make, joining, ahead, total_steps)
+
+
+def _join(make: Callable[[], OptimizerStep], ahead: OptimizerStep) -> OptimizerStep:
+    """A new one that has taken the parameters and the state of `ahead`."""
+    joining = make()
     with torch.no_grad():
         for mine, its in zip(joining.model.parameters(), ahead.model.parameters(), strict=True):
             mine.copy_(its)
     expect_holdable(state := ahead.state())
     joining.restore(copy.deepcopy(state))
-    for step in (STEPS, STEPS + 1):  # a schedule acts on the step after its own
-        _step(ahead, step)
-        _step(joining, step)
-    pairs = zip(joining.model.parameters(), ahead.model.parameters(), strict=True)
+    return joining
+
+
+def _try_further(
+    make: Callable[[], OptimizerStep], joining: OptimizerStep, ahead: OptimizerStep, total_steps: int
+) -> tuple[float, int]:
+    """As `_try`, for half of the steps that the job has or the time lets; another one joins then, for as many more."""
+    began, joined_at, end = time.thread_time(), STEPS, total_steps
+    for step in range(2 * STEPS, total_steps):
+        late = time.thread_time() > began + FURTHER_S / 2
+        if step >= end:
+            break
+        try:
+            if joined_at == STEPS and (late or step >= total_steps // 2):
+                joining, joined_at, end = _join(make, ahead), step, min(2 * step, total_steps)
+            _step(ahead, step)
+            _step(joining, step)
+        except Exception as error:  # noqa: BLE001  the gradients are none of a training
+            events.emit("optimizer.untried", why=f"after {step} steps {type(error).__name__}: {error}")
+            break
+        off = _differ(joining, ahead)
+        if not math.isfinite(off):
+            break
+        if off:
+            return off, step + 1 - joined_at
+    return 0.0, 0
+
+
+def _differ(one: OptimizerStep, other: OptimizerStep) -> float:
+    pairs = zip(one.model.parameters(), other.model.parameters(), strict=True)
     return max((float((mine - its).detach().abs().max()) for mine, its in pairs if mine.numel()), default=0.0)
 
 

@@ -2,17 +2,19 @@
 
 A worker that joins does not have it. It does no harm where no loss uses it, as with a history that is printed. So it
 is looked at after two batches of the same records: what differs is no copy of something in the batch, but memory.
-Each such place then gets another value, far from its own; the loss of the same records shows whether it is used.
+Each such place then gets another value, far from its own, and the one from before the first batch: the batches of the
+trial count too, and may have passed a bound. The loss of the same records shows whether it is used.
 """
 
 from __future__ import annotations
 
+import copy
 import itertools
 import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from datetime import datetime, timedelta
 from typing import Any
 
@@ -36,14 +38,20 @@ Shown = Sequence[float]
 
 
 class KeptNames:
-    """`look()` after each of two batches of the same records; `list_changed()` then are the places that differ.
+    """`begin()` before the first batch, and `look()` after each of two batches of the same records; `list_changed()`
+    then are the places that differ.
 
     `spaces` returns names and the namespaces of the user's code.
     """
 
     def __init__(self, model: torch.nn.Module, spaces: Callable[[], Iterable[tuple[str, Any]]]) -> None:
         self._model, self._spaces = model, spaces
+        self._first: dict[str, Any] = {}
         self._looks: list[dict[str, tuple[Any, ...]]] = []
+
+    def begin(self) -> None:
+        """Notes what the places have before the first batch."""
+        self._first = {place.name: _keep(place.value) for place in self.list_places()}
 
     def look(self) -> None:
         until = time.monotonic() + contents.LOOK_S
@@ -60,13 +68,21 @@ class KeptNames:
             and (_differ(before[place.name], after[place.name]) or _has_grown(place.value, after[place.name]))
         ][:MOST_TRIED]  # fmt: skip
 
+    def list_changes(self) -> list[tuple[KeptPlace, AbstractContextManager[None]]]:
+        """The places that differ, each with a block in which it has another value: one far away, and then, of those
+        that can, the one from before the first batch."""
+        changed = self.list_changed()
+        firsts = [(place, self._first.get(place.name)) for place in changed]
+        began = [(place, _begin_again(place.value, first, place.put)) for place, first in firsts if first is not None]
+        return [*((place, change(place)) for place in changed), *began]
+
     def expect_unused(self, compute: Callable[[], Shown]) -> None:
         """Raises UsageError if what the same records show, which `compute` returns, follows from a changed place."""
-        changed = self.list_changed()
-        usual = compute() if changed else ()
-        for place in changed:
+        changes = self.list_changes()
+        usual = compute() if changes else ()
+        for place, changed in changes:
             try:
-                with change(place):
+                with changed:
                     found = compute()
             except Exception as error:  # noqa: BLE001  a user's code may raise anything
                 events.emit("loop.untried", why=f"{place.name}: {type(error).__name__}: {error}")
@@ -127,6 +143,52 @@ def _differ(before: tuple[Any, ...], after: tuple[Any, ...]) -> bool:
     return before != after
 
 
+def _keep(value: Any) -> Any:
+    """What is needed to give a place this value again: of a collection its length. None: it cannot be done."""
+    if isinstance(value, torch.Tensor | np.ndarray):
+        small = (value.numel() if isinstance(value, torch.Tensor) else value.size) <= SAMPLE
+        return copy.deepcopy(_detach(value)) if small else None
+    if type(value) in places.GROWING:
+        return len(value)
+    return value if places.is_number(value) else None
+
+
+def _detach(value: Any) -> Any:
+    return value.detach() if isinstance(value, torch.Tensor) else value
+
+
+@contextmanager
+def _begin_again(value: Any, first: Any, put: Callable[[Any], None]) -> Iterator[None]:
+    """Gives a place the value `first`, as `_keep` has kept it, while the block runs; a collection the items that it had
+    then, as far as its order tells."""
+    if type(value) in places.GROWING:
+        kept = value.copy()
+        items = list(kept.items() if isinstance(kept, dict) else kept)[: first if not isinstance(kept, set) else 0]
+        _refill(value, items)
+        try:
+            yield
+        finally:
+            _refill(value, kept)
+    elif isinstance(value, torch.Tensor | np.ndarray) and isinstance(first, type(value)) and first.shape == value.shape:
+        kept = copy.deepcopy(_detach(value))
+        _detach(value)[...] = first
+        try:
+            yield
+        finally:
+            _detach(value)[...] = kept
+    else:
+        put(first if places.is_number(value) else value)
+        try:
+            yield
+        finally:
+            put(value)
+
+
+def _refill(room: Any, items: Any) -> None:
+    room.clear()
+    room.extend(items) if isinstance(room, list | deque) else room.update(items)
+
+
 @contextmanager
 def change(place: KeptPlace, far: int = FAR) -> Iterator[None]:
     """Gives a place another value, far from its own, while the block runs; a number one that differs by `far`."""
@@ -176,8 +238,7 @@ def _lengthen(value: Any) -> Iterator[None]:
     try:
         yield
     finally:
-        value.clear()
-        value.extend(kept) if isinstance(value, list | deque) else value.update(kept)
+        _refill(value, kept)
 
 
 def _far(value: Any, far: int) -> Any:

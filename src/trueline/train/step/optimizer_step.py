@@ -6,6 +6,7 @@ still count once.
 """
 
 import copy
+import itertools
 import math
 import time
 from collections.abc import Callable, Iterator
@@ -14,7 +15,7 @@ from typing import Any
 
 import torch
 from torch.optim import optimizer as torch_optimizer
-from torch.optim.lr_scheduler import ChainedScheduler, OneCycleLR, ReduceLROnPlateau
+from torch.optim.lr_scheduler import OneCycleLR, ReduceLROnPlateau, SequentialLR
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from trueline.data.loading.seeding import seed_all
@@ -343,11 +344,17 @@ def check_optimizer(
 
 
 def check_length(scheduler: torch.optim.lr_scheduler.LRScheduler | None, steps: int) -> None:
-    """Raises UsageError for a schedule that ends before the `steps` of the job: torch's own would end it there."""
-    parts = scheduler._schedulers if isinstance(scheduler, ChainedScheduler) else (scheduler,)
-    for one in parts:
-        if isinstance(one, OneCycleLR) and one.total_steps < steps:
-            raise UsageError(
-                f"the OneCycleLR is for {one.total_steps} steps, and this job has {steps}",
-                hint=f"total_steps={steps}, which is epochs times the steps of an epoch",
-            )
+    """Raises UsageError for a schedule that ends before the `steps` of the job: torch's own would end it there. One of
+    several in a row has the steps until the next one."""
+    parts = list(getattr(scheduler, "_schedulers", ()))
+    lengths = [steps] * len(parts)
+    if isinstance(scheduler, SequentialLR):
+        bounds = [0, *(min(one, steps + 1) for one in scheduler._milestones), steps + 1]
+        lengths = [end - 1 - begin for begin, end in itertools.pairwise(bounds)]
+    for part, length in zip(parts, lengths, strict=True):
+        check_length(part, length)
+    if isinstance(scheduler, OneCycleLR) and scheduler.total_steps < steps:
+        raise UsageError(
+            f"the OneCycleLR is for {scheduler.total_steps} steps, and this job has {steps} for it",
+            hint=f"total_steps={steps}: an epoch has as many steps as global_batch goes into its records, rounded up",
+        )

@@ -35,7 +35,7 @@ from trueline.train.step import features, model_traits, reduction
 from trueline.train.step.contribution import StepBatch
 from trueline.train.step.model_traits import ModelTraits
 from trueline.train.step.options import Options
-from trueline.train.step.parts.buffer_changes import BufferChanges
+from trueline.train.step.parts.buffer_changes import BufferChanges, find_followers
 from trueline.train.step.parts.late_steps import LateTrial, find_decisive
 from trueline.train.step.parts.still import Bends, Bound, WatchedOperators, unsettle, without_draws
 from trueline.train.step.plan import Ints
@@ -357,10 +357,13 @@ class LossTrial:
         shares, off = [part.records / self.tried[0].records for part in parts], reduction.measure_off(self.tried, how)
         numbers = find_decisive(self.numbers) if named == "auto" else ()
         late = LateTrial(self, how, ids[:FEW] if self.took_s >= QUICK_S else ids)
-        changed = BufferChanges(trial.model, self._buffers, self._changes)
+        changed, seen = BufferChanges(trial.model, self._buffers, self._changes), len(self.divisors)
+        counters = changed.constant()
+        if whole is not None and trial.chosen is None:
+            yield from find_followers(self, self._buffers, self._changes, ids[: whole.records])
+            del self.divisors[seen:]
         confirmed = confirmed and changed.confirm(shares, self.tolerance, refuses=named == "auto")
         if confirmed and whole is not None and trial.chosen is None:
-            seen = len(self.divisors)
             with unsettle(trial.model) as names:
                 yield from self.each_part(ids if names else ids[:0])
             del self.divisors[seen:]
@@ -368,8 +371,7 @@ class LossTrial:
             confirmed = reduction.confirm(self.tried, how, named, self.tolerance, where)
         self._draws = draws
         if confirmed and whole is not None and trial.chosen is None:
-            seen = len(self.divisors)
-            confirmed = yield from late.batches(changed.constant())
+            confirmed = yield from late.batches(counters)
             del self.divisors[seen:]
         self.traits = replace(self._traits(how, whole=not confirmed), off=off, numbers=numbers)
 

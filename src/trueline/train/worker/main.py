@@ -142,9 +142,10 @@ def build(parts: WorkerParts, settings: JobSettings, job_dir: Path) -> Elastic:
         model.train()
     optimizer = recipe.optimizer(model.parameters())
     scheduler = recipe.scheduler(optimizer) if recipe.scheduler is not None else None
-    if not is_replacement() and joined.needs_trial(model, optimizer, scheduler):
-        joined.expect_same_after_join(lambda: _make_step(recipe, model, options))
     source = recipe.source("training")
+    if not is_replacement() and joined.needs_trial(model, optimizer, scheduler):
+        steps = settings.epochs * -(-source.num_records // settings.global_batch)
+        joined.expect_same_after_join(lambda: _make_step(recipe, model, options), steps)
     facts = {"recipe": {"name": recipe.name, "digest": recipe.digest}, "data": source.fingerprint()}
     if settings.weights:
         facts["weights"] = settings.started_from

@@ -131,6 +131,7 @@ class RecipeTrial:
     def _try_loss(self, tried: trial.LossTrial) -> bool:
         """Whether the recipe's functions take the batches of the trial. Raises what the trial finds."""
         memory, ids = kept.KeptNames(self._model, self._list_spaces), np.empty(0, np.int64)
+        memory.begin()
         with contextlib.closing(tried.batches()) as batches:
             for number, batch in enumerate(batches):
                 if not self._take(tried, batch):

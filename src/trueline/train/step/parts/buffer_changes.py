@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from trueline.errors import UsageError
 from trueline.parallel.finite import find_infinite
-from trueline.train.step import reduction
+from trueline.train.step import model_traits, reduction
+from trueline.train.step.contribution import StepBatch
+from trueline.train.step.parts.late_steps import PartsTrial
+from trueline.train.step.parts.still import unsettle
+from trueline.train.step.plan import Ints, choose_late
+
+FEW, NUDGE = 5, 1.01
+"""Records of a batch that shows whether a forward changes more, and by how much parameters are larger meanwhile."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,3 +67,23 @@ class BufferChanges:
                 "the workers add to it has no mean",
                 hint="let it begin with a large number, such as torch.finfo(dtype).max, or keep it constant",
             )
+
+
+def find_followers(
+    trial: PartsTrial, names: set[str], changes: list[dict[str, torch.Tensor]], ids: Ints
+) -> Generator[StepBatch, None, None]:
+    """Adds to `names` the buffers that a forward changes once the parameters have moved: a teacher begins as what it
+    follows, and the first averages change nothing. `changes` are then those of `ids` and their parts."""
+    given = trial.inputs
+    slots = [slot for kind in (True, False) for slot in model_traits.buffer_slots(given.model, persistent=kind)]
+    known, before = set(names), list(changes)
+    if known.issuperset(slot.name for slot in slots):
+        return
+    with unsettle(given.model, NUDGE):
+        for step in dict.fromkeys((given.step, choose_late(max(given.total_steps, given.hidden_steps)))):
+            yield from trial.each_part(ids[:FEW], step=step, cuts=0)
+            changes.clear()
+            if names != known:
+                yield from trial.each_part(ids, step=step)
+                return
+    changes.extend(before)

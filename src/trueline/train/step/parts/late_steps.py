@@ -5,7 +5,7 @@ beyond bounds      a clamp, a hinge or an absolute value of something that the b
                    parts until the bound lies between them; so it is bent
 at later steps     a loop compares records from a step on, or a model by a counter in a buffer; and it may begin to
                    draw. The late one comes first, then steps between, as far as the time lets
-many records       at the late step as many as a step has, which a capacity or a count may need
+many records       at the late step up to as many as a step has, which a capacity or a count may need
 few records        a loss that adds a term for records of which few steps have two: a large batch has them, and shows it
                    by operators that the others did not run. Records are left out until a step could have the rest
 """
@@ -27,8 +27,10 @@ from trueline.train.step.parts.still import Bends, Bound
 from trueline.train.step.plan import Ints, choose_late, choose_prime
 from trueline.train.step.reduction import Divisors, LossSample
 
-PROBE_S, MOST_RECORDS = 0.1, 256
-"""How long later steps are tried, of the processor's time (a busy host tries no fewer), and most records of a batch."""
+PROBE_S = 0.1
+"""How long later steps are tried, of the processor's time (a busy host tries no fewer)."""
+MOST_RECORDS, MANY_S = 4096, 0.05
+"""Records of the largest batch that is tried, and how long computing and reading the one before it may take."""
 MOST_WIDE, WIDE_S, READ_FIRST = 1024, 0.2, 16
 """Records of a batch that is looked at for operators that others do not run, for how long, and how many records show
 how long reading takes."""
@@ -77,9 +79,13 @@ class LateTrial:
         for number, step in enumerate(list_steps(max(given.total_steps, given.hidden_steps))):
             if number and (blind or time.thread_time() > until or time.monotonic() > latest):
                 break
+            began = time.thread_time()
             with self._count_to(step):
-                yield from trial.each_part(self._choose() if not number else self._ids, step=step, cuts=1)
+                yield from trial.each_part(self._ids, step=step, cuts=1)
             same = self._confirm(f"in step {step}") and same
+            if not number:
+                same = (yield from self._try_many(step, time.thread_time() - began)) and same
+                until += time.thread_time() - began
         odd = yield from self._find_other_form()
         if odd is not None:
             yield from trial.each_part(odd, cuts=2)
@@ -148,17 +154,27 @@ class LateTrial:
             return True
         return reduction.confirm(trial.tried, self._how, named, trial.tolerance, where)
 
-    def _choose(self) -> Ints:
-        """As many records as a step has, if that takes little time; one of them may be damaged."""
-        given, ids = self._trial.inputs, self._ids
-        count = min(given.most, MOST_RECORDS)
-        if not self._spares() or count <= len(ids) or self._trial.took_s / len(ids) * count > PROBE_S / 2:
-            return ids
-        others = np.setdiff1d(np.arange(min(given.num_records, 4 * count)), ids)
-        more = np.random.default_rng(0).permutation(others)[: count - len(ids)]
-        if not self._reads(more):
-            return ids
-        return np.concatenate([ids, more])
+    def _try_many(self, step: int, took_s: float) -> Generator[StepBatch, None, bool]:
+        """Four times as many records, and again, up to those of a step, as long as that takes little time; a batch of
+        the last ones took `took_s` seconds."""
+        given, ids, same, read_s = self._trial.inputs, self._ids, True, 0.0
+        most = min(given.most, MOST_RECORDS)
+        while self._spares() and len(ids) < most:
+            if max(took_s, read_s) > MANY_S:
+                break
+            count = min(4 * len(ids), most)
+            began = time.monotonic()
+            others = np.setdiff1d(np.arange(min(given.num_records, 4 * count)), ids)
+            more = np.random.default_rng(0).permutation(others)[: count - len(ids)]
+            if not len(more) or not self._reads(more):  # one of them may be damaged
+                break
+            ids, read_s = np.concatenate([ids, more]), (time.monotonic() - began) / len(more) * count
+            began = time.thread_time()
+            with self._count_to(step):
+                yield from self._trial.each_part(ids, step=step, cuts=1)
+            took_s = time.thread_time() - began
+            same = self._confirm(f"in step {step}") and same
+        return same
 
     @contextmanager
     def _count_to(self, step: int) -> Iterator[None]:

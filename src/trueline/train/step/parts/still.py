@@ -20,7 +20,7 @@ CONSTANT = 0.5
 """What an operator draws while nothing may be drawn."""
 SETTLED = 0.05
 """A parameter of this size or smaller holds back what it is multiplied with."""
-MOST_UNSETTLED = 1 << 20
+MOST_UNSETTLED, NUDGED = 1 << 20, 1 << 12
 """Elements of a parameter that get other values for a while."""
 _HALF = (torch.float16, torch.bfloat16)
 _BOUNDS = frozenset(
@@ -214,10 +214,11 @@ def without_draws(model: torch.nn.Module, **bends: Unpack[Bends]) -> Iterator[Wa
 
 
 @contextmanager
-def unsettle(model: torch.nn.Module) -> Iterator[str]:
+def unsettle(model: torch.nn.Module, nudge: float = 1.0) -> Iterator[str]:
     """Gives parameters that are constant (gates at zero, scales of one) other values in this block; yields their names.
 
-    What such a parameter holds back in the first step, such as a head that compares records, shows then.
+    What such a parameter holds back in the first step, such as a head that compares records, shows then. The first
+    elements of the others are multiplied by `nudge`.
     """
     made, changed = torch.Generator().manual_seed(0), list[tuple[str, torch.Tensor, torch.Tensor]]()
     with torch.no_grad():
@@ -231,8 +232,11 @@ def unsettle(model: torch.nn.Module) -> Iterator[str]:
                 noise = torch.rand(part.shape, generator=made).to(part.device, part.dtype)
                 changed.append((name, part, first.clone()))
                 part.copy_(first * (0.7 + 0.6 * noise) if abs(float(first)) > SETTLED else noise - 0.5)
+            elif nudge != 1.0:
+                changed.append(("", flat[:NUDGED], flat[:NUDGED].clone()))
+                flat[:NUDGED].mul_(nudge)
     try:
-        yield join_names([name for name, _, _ in changed])
+        yield join_names([name for name, _, _ in changed if name])
     finally:
         with torch.no_grad():
             for _, part, content in changed:
