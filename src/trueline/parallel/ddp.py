@@ -26,6 +26,8 @@ BUCKETS_MB = [1, 25]
 """DDP's usual sizes: a small bucket, then larger ones. Unless they are given, all gradients are one bucket in the first
 step of a group, whose sum begins when the backward has ended. Source: `compute_bucket_size_limits` in torch's
 nn/parallel/distributed.py, which guards models that run collectives in their backward; a job has none."""
+_EMBEDDINGS = (torch.nn.Embedding, torch.nn.EmbeddingBag)
+"""Of a sparse one DDP expects sparse gradients. Source: `produces_sparse_gradient`, ibidem."""
 _NEW_BUFFERS = "forward_sync_buffers" in inspect.signature(DistributedDataParallel.__init__).parameters
 
 
@@ -53,6 +55,7 @@ class DdpExchange:
     def __init__(self, model: torch.nn.Module, group: GlooGroup, width: int) -> None:
         self._model, self._group, self.width = model, group, width
         self._parameters = [value for value in model.parameters() if value.requires_grad]
+        self._sparse = {id(one.weight) for one in model.modules() if isinstance(one, _EMBEDDINGS) and one.sparse}
         self._device = next((value.device for value in model.parameters()), torch.device("cpu"))
         self.broken: RuntimeError | None = None
         self.syncing = True
@@ -120,7 +123,7 @@ class DdpExchange:
         after = list_versions([value.grad for value in self._parameters])
         places = [at for at, now in enumerate(after) if now == before[at]]
         self._contribute(words, [at for at in places if self._parameters[at].grad is None])
-        zeros = [self._parameters[at].reshape(-1)[:1].sum() * 0.0 for at in places]
+        zeros = [self._lead_to_zero(self._parameters[at]) for at in places]
         rest = ((zero, torch.ones_like(zero)) for zero in zeros)
         self._run_backward([(self._replicated.words, self._contribution), *rest])
         gradient = self._replicated.words.grad
@@ -130,6 +133,13 @@ class DdpExchange:
         end = len(words) + self.width
         drop_unused(self._parameters, gradient[end:])
         return gradient[: len(words)].tolist(), gradient[len(words) : end]
+
+    def _lead_to_zero(self, value: torch.nn.Parameter) -> torch.Tensor:
+        """Zero, of which `value` has a gradient of the layout that DDP expects."""
+        if id(value) in self._sparse:
+            none = torch.empty(0, dtype=torch.int64, device=value.device)
+            return torch.nn.functional.embedding(none, value, sparse=True).sum()
+        return value.reshape(-1)[:1].sum() * 0.0
 
     def _contribute(self, words: list[float], unused: list[int]) -> None:
         """Writes what goes with the gradients. `unused`: the places of parameters that this member's step left out."""

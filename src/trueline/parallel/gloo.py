@@ -85,8 +85,9 @@ class GlooGroup:
         return value.is_cpu or self._plane is not None
 
     def sum_bucket(self, value: torch.Tensor) -> Any:
-        """Begins the sum of `value`, for which `can_sum` is true, over the members; returns it for `wait_bucket`."""
-        if self._plane is None and self._host_sums is not None:
+        """Begins the sum of `value`, for which `can_sum` is true, over the members; returns it for `wait_bucket`. gloo
+        sums sparse ones, which have no one place in memory."""
+        if self._plane is None and self._host_sums is not None and not value.is_sparse:
             return self._track(self._host_sums.sum(value))
         if self._plane is None:
             return self.sum_on_host(value)

@@ -70,9 +70,9 @@ def loop(model: Callable[[], Any], forward: Any = None, optimizer: Any = None, b
     return run
 
 
-def expect_the_same(run: Callable[[], Any]) -> None:
-    (alone,), (one, other) = together(1, run), together(2, run)
-    assert one == other
+def expect_the_same(run: Callable[[], Any], members: int = 2) -> None:
+    (alone,), (one, *others) = together(1, run), together(members, run)
+    assert others == [one] * len(others)
     for mine, its in zip(alone, one, strict=True):
         torch.testing.assert_close(torch.tensor(its), torch.tensor(mine), rtol=1e-4, atol=1e-5)
 
@@ -301,3 +301,21 @@ def test_in_windows_of_row_groups_and_decoded_ahead_two_workers_arrive_where_one
         assert set(read) <= set(range(400))
     assert len(alone[2]) == 800, "what was decoded ahead is not read again"
     assert set(pair[0][2]) | set(pair[1][2]) == set(range(400)), "shares move: some of it was for nothing"
+
+
+class Sparse(torch.nn.Module):
+    """Tables whose gradients are rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.bags = (make(30, 4, sparse=True) for make in (torch.nn.Embedding, torch.nn.EmbeddingBag))
+        self.last = line()
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        ids = (inputs.abs() * 10).long().clamp(max=29)
+        return self.last(self.words(ids).mean(1) + self.bags(ids))
+
+
+@pytest.mark.parametrize(("members", "batch"), [(2, 8), (3, 2)])  # of three, one has no records of a batch of 2
+def test_sparse_gradients_are_summed_though_a_member_may_have_no_records(members: int, batch: int) -> None:
+    expect_the_same(loop(Sparse, batch=batch), members)
