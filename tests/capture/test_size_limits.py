@@ -15,10 +15,13 @@ from torch import Tensor, nn
 from trueline.bundle import Bundle, open_bundle
 from trueline.bundle.describe import range_text
 from trueline.bundle.signature import Dim
+from trueline.capture import size_limits
 from trueline.capture.api import capture
 from trueline.capture.model.eager import EagerSession
 from trueline.capture.proof import far_sizes
 from trueline.capture.proof.far_sizes import FarSizes
+from trueline.capture.proof.observe import observe
+from trueline.capture.proof.probes import make_probes
 from trueline.errors import NotProven, RequestError
 from trueline.runtime.open import open_program
 from worlds import recipes
@@ -319,6 +322,27 @@ def test_three_sizes_are_compared_together_beside_a_guard_on_two(tmp_path: Path)
         x = np.ones(shape, np.float32)
         if bundle.signature.allows(bundle.signature.sizes({name: x})):
             assert x.size < 3000, shape
+
+
+class Shorter(nn.Module):
+    """The shorter side of an image ends at 64."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows = nn.Parameter(torch.randn(64, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        side = min(x.shape[1], x.shape[2])
+        return (x[:, :side, :side] + self.rows[:side]).sum((1, 2))
+
+
+def test_what_is_claimed_together_does_not_depend_on_the_time_that_another_claim_took() -> None:
+    eager = EagerSession(Shorter(), torch.randn(2, 8, 8), others=[torch.randn(3, 10, 12)])
+    far = FarSizes(eager)
+    spent = far.allowance(far_sizes.TOGETHER)
+    spent.spent_s, spent.counted = 1e9, far_sizes.CHEAP_CALLS
+    claim, _ = size_limits.cut_to_compared(far, eager, observe(eager, make_probes(eager.example)), branches=False)
+    assert [claim.dims[symbol].max for symbol in eager.signature.symbols] == [64, 64, 64]
 
 
 class At(nn.Module):

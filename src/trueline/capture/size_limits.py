@@ -175,10 +175,12 @@ def _cut_together(far: FarSizes, program: Session, claim: Signature) -> Signatur
         return claim
     base = claim.sizes(far.example)
     walk = SizeWalk(far=far, program=program, symbol=TOGETHER, known=set())
+    far.renew(TOGETHER)  # other formats have other claims, whose calls may have taken all of its time
 
     def agrees(size: int) -> bool | None:
         sizes = _fit_all(claim, size)
-        return None if sizes is None else walk.agrees(size, sizes=sizes)
+        alone = sizes is None or sum(sizes[symbol] != base[symbol] for symbol in base) < 2  # compared before
+        return None if sizes is None or alone else walk.agrees(size, sizes=sizes)
 
     good = max(base.values())
     for size in (*NEAR, *far_sizes()):

@@ -171,7 +171,7 @@ def test_state_is_lifted_to_inputs_and_outputs_and_every_format_follows_the_mode
     bundle = open_bundle(tmp_path / "b")
     values = make_value_probes(bundle.golden()[0].inputs, bundle.signature)
     more = len(values) + len(FEW) + 3 + 4  # scales of values, far sizes and ends of values too
-    more += 36  # ranges of magnitudes, of the lowest numbers too, and the counter at the ends of whole numbers
+    more += 72  # magnitudes, of the lowest and largest numbers too, and the counter at the ends of its dtype
     more += 40  # and between the smallest that is answered by NaN and the largest that is not
     assert max(one.probes for one in captured.programs) <= LIMIT + more
     assert bundle.signature.state == {"state.total": "next.total", "state.count": "next.count"}

@@ -109,6 +109,10 @@ class FarSizes:
         found.seconds = UNROLLED_S if unrolled else FREE_S
         return found
 
+    def renew(self, symbol: str) -> None:
+        """Gives `symbol` its whole time again."""
+        self._allowances.pop(symbol, None)
+
     def time_left(self, symbol: str) -> float:
         """Seconds that are left for `symbol`; above 0 as long as cheap calls are."""
         allowance = self.allowance(symbol)
