@@ -37,7 +37,7 @@ class FreeSlices(TorchFunctionMode):
 
 
 def _free_index(tensor: torch.Tensor, index: Any) -> Any:
-    """`index` with free ends; as it is where one of its parts stands for a number of dimensions that is not known."""
+    """`index` with free ends; unchanged where it is not known how many dimensions one of its parts indexes."""
     parts = list(index) if isinstance(index, tuple) else [index]
     counts = [_count_axes(part) for part in parts]
     if not any(isinstance(part, slice) for part in parts) or None in counts:
