@@ -48,7 +48,7 @@ def write(self: nn.Module, x: Tensor) -> Tensor:
 
 
 def index_beside(self: nn.Module, x: Tensor) -> Tensor:
-    """A tensor of booleans stands for two dimensions, and a number for one."""
+    """A tensor of booleans indexes two dimensions, and a number one."""
     table = x[None, :, :, 0].expand(2, -1, -1).transpose(1, 2)
     return table[torch.ones(2, 1, dtype=torch.bool).expand(2, x.shape[1]), :7].sum(0) + x[0, :9].sum()
 
