@@ -49,10 +49,12 @@ class Baton:
     """Called after each step by the one worker of a job that waits for its turn."""
 
     def __init__(self, turns: Turns) -> None:
-        self.turns, self.step = turns, 0
+        self.turns, self.step, self.process = turns, 0, os.getpid()
         self.mine, self.other = os.open(turns.mine, os.O_RDWR), os.open(turns.other, os.O_RDWR)
 
     def after_step(self) -> None:
+        if os.getpid() != self.process:  # a fork that tries the optimizer before the first step
+            return
         self.step += 1
         if self.step == self.turns.steps:
             os.write(self.other, b"." * 1000)  # this side is done: the other one need not wait any more

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from torch.optim.lr_scheduler import LambdaLR, OneCycleLR
 
 from trueline import events
 from trueline.errors import CheckpointError, UsageError
-from trueline.train.rehearsal import joined
+from trueline.train.rehearsal import fork, joined
 from trueline.train.step.joint import JointOptimizer
 from trueline.train.step.optimizer_step import OptimizerStep
 from trueline.train.step.options import Options
@@ -111,14 +112,11 @@ def test_an_optimizer_continues_in_a_worker_that_joins_or_is_refused_before_the_
     new = make(optimizer, scheduler)
     first = new()
     assert joined.needs_trial(first.model, first.optimizer, first.scheduler)
-    heard: list[str] = []
-    with events.listening(lambda name, _: heard.append(name)):
-        if fault:
-            with pytest.raises(UsageError, match=fault):
-                joined.expect_same_after_join(new)
-        else:
+    if fault:
+        with pytest.raises(UsageError, match=fault):
             joined.expect_same_after_join(new)
-    assert "optimizer.untried" not in heard
+    else:
+        assert joined.expect_same_after_join(new) == ""
 
 
 class Rarely(SGD):
@@ -152,10 +150,8 @@ def test_what_an_optimizer_uses_in_few_steps_alone_is_found_in_a_job_that_has_su
 
 
 def test_a_schedule_that_ends_with_the_job_is_tried_no_longer() -> None:
-    heard: list[str] = []
-    with events.listening(lambda name, _: heard.append(name)):
-        joined.expect_same_after_join(make(Lookahead, lambda one: OneCycleLR(one, 0.1, total_steps=12)), 12)
-    assert heard == []
+    ends = make(Lookahead, lambda one: OneCycleLR(one, 0.1, total_steps=12))
+    assert joined.expect_same_after_join(ends, 12) == ""
 
 
 class Sharp(SGD):
@@ -214,3 +210,36 @@ def test_a_copy_of_a_step_has_its_own_optimizer_and_schedule_and_torchs_own_are_
     assert original.optimizer.taken == 0  # type: ignore[attr-defined]
     plain = make(Adam)()
     assert not joined.needs_trial(plain.model, plain.optimizer, plain.scheduler)
+
+
+def test_what_an_optimizer_counts_and_writes_knows_nothing_of_its_trial(tmp_path: Path) -> None:
+    seen = {"steps": 0}
+
+    class Counts(SGD):
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+            super().step()
+            seen["steps"] += 1
+            with (tmp_path / "log.txt").open("a") as log:
+                log.write("a step\n")
+
+    new = make(lambda p: Counts(p, lr=0.1))
+    fork.expect_same_after_join(new, new().model, 40)
+    assert seen == {"steps": 0}
+    assert not (tmp_path / "log.txt").exists()
+
+
+def test_what_the_trial_of_an_optimizer_finds_in_a_fork_is_raised_or_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Breaks(SGD):
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+            raise ValueError("no such step")
+
+    lost, breaks = make(lambda p: Lookahead(p, by_parameter=True)), make(lambda p: Breaks(p, lr=0.1))
+    heard: list[tuple[str, Any]] = []
+    with events.listening(lambda name, fields: heard.append((name, dict(fields)))):
+        for forks in (True, False):
+            monkeypatch.setattr(fork, "can_fork", lambda _, forks=forks: forks)
+            with pytest.raises(UsageError, match=KEPT) as caught:
+                fork.expect_same_after_join(lost, lost().model, 40)
+            assert "JointOptimizer" in caught.value.hint
+            fork.expect_same_after_join(breaks, breaks().model, 40)
+    assert heard == [("optimizer.untried", {"why": "ValueError: no such step"})] * 2

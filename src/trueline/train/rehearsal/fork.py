@@ -14,6 +14,7 @@ of no one, the loop itself gets the batches, with `batch.trial` true.
 from __future__ import annotations
 
 import atexit
+import functools
 import gc
 import json
 import math
@@ -22,7 +23,7 @@ import signal
 import socket
 import sys
 import warnings
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -32,7 +33,7 @@ import torch
 from trueline import events
 from trueline.data.loading.worker_pool import ReaderClient, answer_request, end_with_parent, receive, send
 from trueline.errors import RecipeError, TruelineError, UsageError, find_error_class
-from trueline.train.rehearsal import applied, joined, places
+from trueline.train.rehearsal import applied, joined, places, private_files
 from trueline.train.rehearsal.alike import AlikeTrial, load_traits, settle_traits, wants_comparing
 from trueline.train.rehearsal.double import DoubleTrial, NumberTrial, wants_double, wants_numbers
 from trueline.train.rehearsal.extremes import ExtremesTrial, wants_extremes
@@ -76,7 +77,8 @@ def try_loop(trial: LossTrial, shown: ModelTraits, optimizer_step: OptimizerStep
         return
     applied.check_schedulers(optimizer_step.optimizer, optimizer_step.scheduler)
     if joined.needs_trial(optimizer_step.model, optimizer_step.optimizer, optimizer_step.scheduler):
-        joined.expect_same_after_join(lambda: joined.copy_step(optimizer_step), trial.inputs.total_steps)
+        make = functools.partial(joined.copy_step, optimizer_step)
+        expect_same_after_join(make, optimizer_step.model, trial.inputs.total_steps)
     found = None
     if can_fork(trial.inputs.model):
         fresh = FreshTrial(trial.inputs, places.list_caller_spaces)
@@ -149,10 +151,7 @@ def _in_fork(
 ) -> Generator[StepBatch, None, dict[str, Any] | TruelineError | None]:
     mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     parent = os.getpid()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # Python warns of threads that may hold locks
-        pid = os.fork()
-    if not pid:
+    if not (pid := _fork()):
         mine.close()
         yield from _rehearse(theirs, trial, settings, parent)
     theirs.close()
@@ -177,14 +176,7 @@ def _rehearse(
         after = applied.AppliedTrial(trial, settings) if isinstance(trial, LossTrial) and first and settings else None
         if isinstance(trial, LossTrial) and first:
             _leave_for_others(trial)
-        gc.freeze()  # destructors of the parent's objects may wait for threads, which a fork does not have
-        atexit.register(os._exit, 0)
-        end_with_parent(parent)
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, 1)
-        os.dup2(nowhere, 2)
-        sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115  until the fork ends
-        torch.set_num_threads(1)
+        _begin_fork(parent)
         trial.inputs = replace(trial.inputs, reader=ReaderClient(line))
         try:
             yield from trial.batches()
@@ -207,18 +199,77 @@ def _rehearse(
         os._exit(0)
 
 
+def _begin_fork(parent: int) -> None:
+    """Makes this process, a fork, silent, and end with its parent and without what that does at its end."""
+    gc.freeze()  # destructors of the parent's objects may wait for threads, which a fork does not have
+    atexit.register(os._exit, 0)
+    end_with_parent(parent)
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 1)
+    os.dup2(nowhere, 2)
+    sys.stdout = sys.stderr = open(os.devnull, "w")  # noqa: SIM115  until the fork ends
+    torch.set_num_threads(1)
+
+
+def expect_same_after_join(make: Callable[[], OptimizerStep], model: torch.nn.Module, total_steps: int) -> None:
+    """Raises what `joined.expect_same_after_join` raises, in a fork where there can be one: what the code of an
+    optimizer, a schedule or a hook counts and writes knows nothing of the trial. `model`: of the step."""
+    found = _ask_fork(functools.partial(_try_join, make, total_steps)) if can_fork(model) else None
+    if found is None:
+        found = _try_join(make, total_steps)
+    if "code" in found:
+        raise _make_error(found)
+    if found["untried"]:
+        events.emit("optimizer.untried", why=found["untried"])
+
+
+def _try_join(make: Callable[[], OptimizerStep], total_steps: int) -> dict[str, str]:
+    try:
+        return {"untried": joined.expect_same_after_join(make, total_steps)}
+    except TruelineError as error:
+        return _encode(error)
+
+
+def _ask_fork(ask: Callable[[], dict[str, str]]) -> dict[str, str] | None:
+    """What `ask` returns in a fork whose files are its own; None if the fork ends or hangs without an answer."""
+    mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    parent = os.getpid()
+    if not (pid := _fork()):
+        try:
+            mine.close()
+            _begin_fork(parent)
+            with private_files.keep_apart():
+                found = ask()
+            send(theirs, ANSWER, 0, json.dumps(found).encode())
+        finally:
+            os._exit(0)
+    theirs.close()
+    try:
+        with mine:
+            return _receive_answer(mine, pid, None, most_s=AFTER_S)
+    finally:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+
+
+def _fork() -> int:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # Python warns of threads that may hold locks
+        return os.fork()
+
+
 def _encode(error: TruelineError) -> dict[str, str]:
     return {"code": error.code, "message": error.message, "hint": error.hint}
 
 
 def _serve(line: socket.socket, pid: int, trial: ForkedTrial) -> dict[str, Any] | TruelineError | None:
     """Reads for the fork `pid` until it has its answers; None if it ends or hangs without the first one."""
-    first = _receive_answer(line, pid, trial)
+    first = _receive_answer(line, pid, trial.inputs)
     if first is None or "code" in first:
         return None if first is None else _make_error(first)
     if trial.inputs.chosen is not None:
         return first
-    second = _receive_answer(line, pid, trial, most_s=AFTER_S)
+    second = _receive_answer(line, pid, trial.inputs, most_s=AFTER_S)
     if second is None:
         events.emit("loop.untried", why="what it does after a step gave no answer")
     return _make_error(second) if second else first
@@ -229,9 +280,9 @@ def _make_error(found: dict[str, Any]) -> TruelineError:
 
 
 def _receive_answer(
-    line: socket.socket, pid: int, trial: ForkedTrial, *, most_s: float = math.inf
+    line: socket.socket, pid: int, inputs: TrialInputs | None, *, most_s: float = math.inf
 ) -> dict[str, Any] | None:
-    """`most_s`: of processor time."""
+    """`inputs`: what the fork reads, if it reads; `most_s`: of processor time."""
     line.settimeout(LOOK_S)
     began = used = _used_s(pid)
     idle = 0.0
@@ -250,8 +301,9 @@ def _receive_answer(
         if head[0] == ANSWER:
             answer: dict[str, Any] = json.loads(memory[:])
             return answer
-        trial.inputs.on_read()
-        answer_request(line, head, memory, trial.inputs.reader)
+        assert inputs is not None
+        inputs.on_read()
+        answer_request(line, head, memory, inputs.reader)
     return None
 
 

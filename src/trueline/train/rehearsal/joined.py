@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 
-from trueline import events
 from trueline.checkpoint.checkpoint import expect_holdable
 from trueline.data.loading import seeding
 from trueline.errors import CheckpointError, UsageError
@@ -44,12 +43,12 @@ def _has_functions(scheduler: Any) -> bool:
     return own or any(map(_has_functions, parts))
 
 
-def expect_same_after_join(make: Callable[[], OptimizerStep], total_steps: int = 2 * STEPS) -> None:
+def expect_same_after_join(make: Callable[[], OptimizerStep], total_steps: int = 2 * STEPS) -> str:
     """Raises UsageError unless a step that `make` returns continues as another one whose state it has taken, in a job
-    of `total_steps`."""
+    of `total_steps`. Returns why the trial ended early, if it did."""
     try:
         with seeding.preserve_generators():
-            off, after = _try(make, total_steps)
+            off, after, why = _try(make, total_steps)
     except CheckpointError:
         raise
     except Exception as error:  # a user's code may raise anything; the first step shows it
@@ -60,8 +59,7 @@ def expect_same_after_join(make: Callable[[], OptimizerStep], total_steps: int =
                 hint="sharpness-aware optimizers (SAM) take two, of which no sum over workers is known here: choose "
                 "an optimizer that takes the gradients of one",
             ) from error
-        events.emit("optimizer.untried", why=f"{type(error).__name__}: {error}")
-        return
+        return f"{type(error).__name__}: {error}"
     if off:
         raise UsageError(
             f"the optimizer or its schedule keeps something that is not in its state_dict(): parameters that took the "
@@ -69,10 +67,12 @@ def expect_same_after_join(make: Callable[[], OptimizerStep], total_steps: int =
             hint="a worker that joins receives state_dict(): keep it in optimizer.state[parameter] or in numbers of "
             "param_groups, or write state_dict() and load_state_dict(); several optimizers: trueline.JointOptimizer",
         )
+    return why
 
 
-def _try(make: Callable[[], OptimizerStep], total_steps: int) -> tuple[float, int]:
-    """By how much parameters differ, and after how many steps since the state was taken; 0.0: they never do."""
+def _try(make: Callable[[], OptimizerStep], total_steps: int) -> tuple[float, int, str]:
+    """By how much parameters differ, 0.0: they never do; after how many steps since the state was taken; and why the
+    trial ended early."""
     ahead = make()
     for step in range(STEPS):
         _step(ahead, step)
@@ -81,7 +81,7 @@ def _try(make: Callable[[], OptimizerStep], total_steps: int) -> tuple[float, in
         _step(ahead, step)
         _step(joining, step)
     if off := _differ(joining, ahead):
-        return off, STEPS
+        return off, STEPS, ""
     return _try_further(make, joining, ahead, total_steps)
 
 
@@ -98,7 +98,7 @@ def _join(make: Callable[[], OptimizerStep], ahead: OptimizerStep) -> OptimizerS
 
 def _try_further(
     make: Callable[[], OptimizerStep], joining: OptimizerStep, ahead: OptimizerStep, total_steps: int
-) -> tuple[float, int]:
+) -> tuple[float, int, str]:
     """As `_try`, for half of the steps that the job has or the time lets; another one joins then, for as many more."""
     began, joined_at, end = time.thread_time(), STEPS, total_steps
     for step in range(2 * STEPS, total_steps):
@@ -111,14 +111,13 @@ def _try_further(
             _step(ahead, step)
             _step(joining, step)
         except Exception as error:  # noqa: BLE001  the gradients are none of a training
-            events.emit("optimizer.untried", why=f"after {step} steps {type(error).__name__}: {error}")
-            break
+            return 0.0, 0, f"after {step} steps {type(error).__name__}: {error}"
         off = _differ(joining, ahead)
         if not math.isfinite(off):
             break
         if off:
-            return off, step + 1 - joined_at
-    return 0.0, 0
+            return off, step + 1 - joined_at, ""
+    return 0.0, 0, ""
 
 
 def _differ(one: OptimizerStep, other: OptimizerStep) -> float:

@@ -145,7 +145,7 @@ def build(parts: WorkerParts, settings: JobSettings, job_dir: Path) -> Elastic:
     source = recipe.source("training")
     if not is_replacement() and joined.needs_trial(model, optimizer, scheduler):
         steps = settings.epochs * -(-source.num_records // settings.global_batch)
-        joined.expect_same_after_join(lambda: _make_step(recipe, model, options), steps)
+        rehearsal.expect_same_after_join(lambda: _make_step(recipe, model, options), model, steps)
     facts = {"recipe": {"name": recipe.name, "digest": recipe.digest}, "data": source.fingerprint()}
     if settings.weights:
         facts["weights"] = settings.started_from
