@@ -1,6 +1,7 @@
 """Promises of sums on one host: all members get the same, and none counts what a member held that had left."""
 
 import hashlib
+import itertools
 import os
 import select
 import threading
@@ -62,6 +63,34 @@ def test_members_on_one_host_get_one_and_the_same_sum_and_may_leave_at_once(stor
 
     first, *others = in_processes(size, work)
     assert all(found == first for found in others)
+
+
+@pytest.mark.parametrize("numbers", [5, 100_003])
+@pytest.mark.parametrize(
+    ("counts", "order"), [([3, 4], [0, 1]), ([4, 3], [1, 0]), ([2, 0, 5], [0, 1, 2]), ([1, 2, 4], [2, 0, 1])]
+)
+def test_rows_of_members_on_one_host_are_added_bit_by_bit_in_their_order(store, numbers, counts, order):
+    size, total = len(counts), sum(counts)
+    width = -(-numbers // size)
+    shards = torch.randn(2, total, size * width, generator=torch.Generator().manual_seed(1)) * 1e4
+    firsts = dict(zip(order, itertools.accumulate([0, *(counts[member] for member in order)]), strict=False))
+
+    def work(rank):
+        group, found = _form(store, rank, size), []
+        rows = torch.empty(size, counts[rank], width)
+        for step in range(2):  # the second in the memory of the first
+            mine = shards[step, firsts[rank] : firsts[rank] + counts[rank]]
+            rows.copy_(mine.view(counts[rank], size, width).transpose(0, 1))
+            group.wait(group.sum_rows(rows, counts, order, into := torch.full((size * width,), torch.nan)))
+            expected = shards[step, 0].clone()
+            for row in shards[step, 1:]:
+                expected += row
+            found.append(torch.equal(into.view(torch.int32), expected.view(torch.int32)))
+        group.wait(group.sum_on_host(torch.zeros(1)))
+        group.close()
+        return found
+
+    assert in_processes(size, work) == [[True, True]] * size
 
 
 @pytest.mark.parametrize("prompt", [0, 1 << 30], ids=["by the waiting thread", "by the thread that begins"])

@@ -62,7 +62,7 @@ class Ranks:
         summed.copy_(torch.cat(self._exchanged(total.clone())))
 
 
-GROUP = SimpleNamespace(wait=lambda work: None)
+GROUP = SimpleNamespace(wait=lambda work: None, sum_rows=lambda *given: None)
 SHARDS = [1e8, -1e8, 1.0, 1e8, 1.0, -1e8, 0.5]
 """Added in another order they have another sum."""
 

@@ -17,7 +17,7 @@ import queue
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -93,6 +93,14 @@ class GlooGroup:
             return self.sum_on_host(value)
         self._sums.append(self._plane.sum(value))
         return self._sums[-1]
+
+    def sum_rows(
+        self, rows: torch.Tensor, counts: Sequence[int], order: Sequence[int], into: torch.Tensor
+    ) -> Any | None:
+        """Begins `LocalSums.sum_rows`; returns it for `wait`. None where members do not read each other's memory."""
+        if isinstance(self._host_sums, LocalSums):
+            return self._track(self._host_sums.sum_rows(rows, counts, order, into))
+        return None
 
     def wait_bucket(self, pending: Any) -> None:
         """As `wait`, for a sum of `sum_bucket`. A failed sum leaves its tensor undefined."""

@@ -21,7 +21,7 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 
@@ -80,6 +80,8 @@ class LocalSum:
 
     def __init__(self, sums: "LocalSums", number: int, flat: torch.Tensor, owners: Sequence[int]) -> None:
         self._sums, self.number, self.flat = sums, number, flat
+        self.address = flat.data_ptr()
+        """Where the others find what this member adds."""
         self.bounds = [len(flat) * shard // len(owners) for shard in range(len(owners) + 1)]
         self.owners = owners
         """Of each shard, the member that adds it."""
@@ -103,9 +105,46 @@ class LocalSum:
         first, end = self.bounds[(at := self.owners.index(owner))], self.bounds[at + 1]
         return self.flat[first:end], first * self.flat.element_size()
 
+    def add(self, memories: HostMemories, rank: int) -> None:
+        """Adds the shards of all members to that of this one, its owner. Raises RuntimeError when one has left."""
+        own, first = self.shard(rank)
+        memories.add(own, {other: at + first for other, at in sorted(self.begun.items())})
+
     def needs(self, member: int) -> bool:
         """Whether something of `member` is missing."""
         return not self.done and (member not in self.begun or member in self.unread or member in self.readers)
+
+
+class LocalRowSum(LocalSum):
+    """A pending sum of rows, one after another: its bits are those of that order, on whichever members the rows lie.
+
+    `rows`: [members, counts[rank], width] those of this member, shard by shard. `order`: the ranks in that of their
+    rows.
+    """
+
+    def __init__(
+        self, sums: "LocalSums", number: int, flat: torch.Tensor, rows: torch.Tensor,
+        counts: Sequence[int], order: Sequence[int],
+    ) -> None:  # fmt: skip
+        super().__init__(sums, number, flat, range(len(counts)))
+        self.address, self._rows, self._counts, self._order = rows.data_ptr(), rows, counts, order
+
+    def add(self, memories: HostMemories, rank: int) -> None:
+        own, _ = self.shard(rank)
+        places = [(member, row) for member in self._order for row in range(self._counts[member])]
+        if not places:
+            own.zero_()
+        for number, (member, row) in enumerate(places):
+            first = (rank * self._counts[member] + row) * len(own)
+            if member == rank:
+                mine = self._rows.view(-1)[first : first + len(own)]
+                own.add_(mine) if number else own.copy_(mine)
+                continue
+            at = self.begun[member] + first * own.element_size()
+            memories.add(own, {member: at}) if number else memories.fill(own, member, at)
+
+
+_Begun = TypeVar("_Begun", bound=LocalSum)
 
 
 class LocalSums:
@@ -153,16 +192,26 @@ class LocalSums:
         flat = value.view(-1)
         members = sorted([self.rank, *self.others])
         owners = members if len(flat) >= SMALL else members[:1]
-        before, number = self._last, self._number
-        one = self._last = LocalSum(self, number, flat, owners)
+        return self._begin(LocalSum(self, self._number, flat, owners))
+
+    def sum_rows(
+        self, rows: torch.Tensor, counts: Sequence[int], order: Sequence[int], into: torch.Tensor
+    ) -> LocalRowSum:
+        """Begins the ordered sum of all members' rows (`LocalRowSum`), `into` [members * width]. `rows` may change once
+        it is over. Raises RuntimeError when a sum before has failed."""
+        self._expect_open()
+        return self._begin(LocalRowSum(self, self._number, into, rows, counts, order))
+
+    def _begin(self, one: _Begun) -> _Begun:
+        before, self._last = self._last, one
         with self._change:
             self._number += 1
-            one.begun = self._early.pop(number, {})
-            self._pending[number] = one
-        self._send(self.others, _BEGUN, number, flat.data_ptr())
+            one.begun = self._early.pop(one.number, {})
+            self._pending[one.number] = one
+        self._send(self.others, _BEGUN, one.number, one.address)
         if before is not None and not before.done:
             self._hand_over(before)
-        if len(flat) <= PROMPT:
+        if len(one.flat) <= PROMPT:
             self.advance(one, None, patient=False)
         return one
 
@@ -281,8 +330,7 @@ class LocalSums:
                 return
             one.added = True
         if self.rank in one.owners:
-            own, first = one.shard(self.rank)
-            self._memories.add(own, {other: one.begun[other] + first for other in self.others})
+            one.add(self._memories, self.rank)
             self._send(self.others, _SUMMED, one.number, one.flat.data_ptr())
             self._end_ready(one)
 

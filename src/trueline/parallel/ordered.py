@@ -4,7 +4,8 @@ Floating-point addition is not associative, so each shard's gradient is a row, a
 
     rank r: rows of its shards ──all-to-all──▶ piece r of every row ──add in order──▶ piece r of the sum ──all-gather──▶
 
-Each rank sends rows / workers + 1 gradients' worth of data; an all-reduce sends about two. Rows lie in host memory.
+Members of one host read the pieces where they lie (`local_sums.py`); gloo carries them elsewhere. Each rank sends
+rows / workers + 1 gradients' worth of data; an all-reduce sends about two. Rows lie in host memory.
 """
 
 from collections.abc import Callable, Sequence
@@ -39,20 +40,21 @@ class OrderedSum:
         """Moves the current gradients into a row, with `extra` and which parameters have one beside them."""
         size = dist.get_world_size()
         width = -(-self._length // size)
-        row = self._buffer("row", size * width)
-        row[self._length :] = 0.0
-        at = 0
         found = ((value, value.grad) for value in self._parameters)
         gradients = (torch.zeros_like(value) if grad is None else grad.to_dense() for value, grad in found)
         used = torch.tensor([float(value.grad is not None) for value in self._parameters])
-        for value in (*gradients, extra, used):
-            row[at : at + value.numel()].copy_(value.reshape(-1))
-            at += value.numel()
         if self._rows.numel() == 0 or self._count == self._rows.shape[1]:
             longer = torch.empty(size, self._count + 1, width, dtype=self._dtype)
             longer[:, : self._count] = self._rows if self._count else 0.0
             self._rows = longer
-        self._rows[:, self._count] = row.view(size, width)
+        row, at = self._rows[:, self._count], 0
+        for value in (*gradients, extra, used, torch.zeros(size * width - self._length)):
+            flat = value.reshape(-1)
+            while len(flat):
+                piece, start = divmod(at, width)
+                part = row[piece, start : start + len(flat)]
+                part.copy_(flat[: len(part)])
+                flat, at = flat[len(part) :], at + len(part)
         self._count += 1
         self._clear_gradients()
 
@@ -80,17 +82,12 @@ class OrderedSum:
         sent = self._buffer("nothing", 0)
         if self._count:
             sent = self._rows[:, : self._count].reshape(-1)  # copies only if the capacity is larger
-        received = self._buffer("received", sum(counts) * width)
-        out_sizes, in_sizes = [count * width for count in counts], [counts[rank] * width] * size
-        self._group.wait(dist.all_to_all_single(received, sent, out_sizes, in_sizes, async_op=True))
-        by_rank = torch.split(received.view(sum(counts), width), list(counts))
-        pieces = [piece for other in order for piece in by_rank[other]]
-        total = self._buffer("total", width)
-        total.copy_(pieces[0]) if pieces else total.zero_()
-        for piece in pieces[1:]:
-            total += piece
         summed = self._buffer("summed", size * width)
-        self._group.wait(dist.all_gather_single(summed, total, async_op=True))
+        operation = self._group.sum_rows(sent, counts, order, summed)
+        if operation is None:
+            self._sum_by_gloo(sent, counts, order, summed)
+        else:
+            self._group.wait(operation)
         self._count = 0
         flat, at = summed[: self._length], 0
         for parameter in self._parameters:
@@ -100,6 +97,22 @@ class OrderedSum:
         end = len(flat) - len(self._parameters)
         drop_unused(self._parameters, flat[end:])
         return flat[at:end]
+
+    def _sum_by_gloo(
+        self, sent: torch.Tensor, counts: Sequence[int], order: Sequence[int], summed: torch.Tensor
+    ) -> None:
+        rank, size = dist.get_rank(), len(counts)
+        width = len(summed) // size
+        received = self._buffer("received", sum(counts) * width)
+        out_sizes, in_sizes = [count * width for count in counts], [counts[rank] * width] * size
+        self._group.wait(dist.all_to_all_single(received, sent, out_sizes, in_sizes, async_op=True))
+        by_rank = torch.split(received.view(sum(counts), width), list(counts))
+        pieces = [piece for other in order for piece in by_rank[other]]
+        total = self._buffer("total", width)
+        total.copy_(pieces[0]) if pieces else total.zero_()
+        for piece in pieces[1:]:
+            total += piece
+        self._group.wait(dist.all_gather_single(summed, total, async_op=True))
 
 
 class OrderedExchange:
