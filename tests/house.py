@@ -98,6 +98,7 @@ MAX_LINES += 720  # doubles, half precision and images of a free size in ONNX (0
 MAX_LINES += 265  # attention that reads beyond its values; checks of values in the words of a refusal; marks of jobs
 MAX_LINES += 330  # slices that a number or a size ends, windows in ONNX, guards measured by their numbers (0020)
 MAX_LINES += 265  # what a loop kept before its trial, optimizers for as many steps as a job has; sparse sums
+MAX_LINES += 330  # rows that values shorten, as greedy CTC decoding has them, keep their length in the doctor's rewrite
 MAX_FOLDER_FILES = 20
 MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 50
