@@ -143,6 +143,34 @@ class Centres(nn.Module):
         return torch.cdist(x, centres)
 
 
+class Walked(nn.Module):
+    """Goes back through as many places as a list of an earlier loop has, which may be none."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        score, history, moves = x[:, 0], [], x[..., 0] > 0
+        for t in range(1, x.shape[1]):
+            best, at = (score[:, :, None] + x[:, t, None, :]).max(1)
+            score = best + x[:, t]
+            history.append(at)
+        path = [score.argmax(1)]
+        for t in range(len(history) - 1, -1, -1):
+            before = history[t].gather(1, path[-1][:, None])[:, 0]
+            path.append(torch.where(moves[:, t + 1], before, path[-1]))
+        path.reverse()
+        return torch.stack(path, 1)
+
+
+class Smoothed(nn.Module):
+    """A list whose name becomes that of the tensor made of it, and that is read at its end in the loop."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = [x[:, 0]]
+        for t in range(1, x.shape[1]):
+            rows.append(0.9 * rows[-1] + 0.1 * x[:, t])
+        rows = torch.stack(rows, dim=1)  # type: ignore[assignment]
+        return (x / (rows.abs() + 1)) * rows.shape[1]  # type: ignore[attr-defined]
+
+
 class Pointer(nn.Module):
     """Chooses one step after the other, each once."""
 

@@ -19,6 +19,7 @@ from trueline.capture.export import torchscript
 from trueline.capture.export.tracing import watch_specialization
 from trueline.capture.model import code_paths
 from trueline.capture.model.code_paths import SourceLine
+from trueline.capture.patches.stand_ins import size_lengths
 from trueline.doctor import export
 from trueline.doctor.export import NO_DIVISORS, Divisors, Memory, export_module, silence_exporters
 from trueline.doctor.recorded_calls import (
@@ -140,10 +141,25 @@ def examine(module: torch.nn.Module, oracle: Oracle, *, in_units: bool = False) 
         return _refusal(error, oracle, fixed)
     guesses = [*export.guess_divisors(base, free, divisors)] if in_units else [divisors]
     found = _compare(program, oracle, memory, guesses)
+    # a length that Python makes a number of has rewrites of its own
+    slices = size_lengths.makes_slices(flat) and not size_lengths.may_help(flat)
+    if found.reason and memory is None and not in_units and slices:
+        found = _compare_free_slices(flat, tensors, free, oracle) or found
     if found.reason or found.divisors or memory is not None or oracle.refuse is None:
         return found
     refused, place = oracle.refuse(export.copy_without_hooks(module))
     return replace(found, reason=refused, places=(*filter(None, [place]), *oracle.partings())) if refused else found
+
+
+def _compare_free_slices(
+    flat: torch.nn.Module, tensors: tuple[torch.Tensor, ...], free: Sequence[set[int]], oracle: Oracle
+) -> Finding | None:
+    """The finding where slices leave sizes free on both sides of their ends, as capture has them; None where that
+    program is not right either."""
+    with contextlib.suppress(Exception), size_lengths.keep_lengths_free(flat):
+        found = _compare(export.export_module(flat, tensors, export.all_sizes(free)), oracle, None, [NO_DIVISORS])
+        return None if found.reason else found
+    return None
 
 
 def _compare(

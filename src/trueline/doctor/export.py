@@ -116,7 +116,7 @@ def export_like_capture(
         return export_module(flat, tensors, free)
     except Exception as error:
         of_sizes = CONSTANT.search(str(error)) is not None or size_lengths.is_cause(str(error))
-        if of_sizes and size_lengths.may_help(flat):
+        if of_sizes and (size_lengths.may_help(flat) or size_lengths.makes_slices(flat)):
             patch = size_lengths.keep_lengths_free(flat)
         elif nonzero_loops.may_help(flat, str(error)) and nonzero_loops.leave_places_out(
             flat, (call.tensors for call in answered)

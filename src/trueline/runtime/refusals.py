@@ -35,6 +35,7 @@ _VALUES = re.compile(
     r"\bsingular\b|positive[- ]definite|failed to converge|is zero and using it|ZeroDivisionError"
     r"|Unknown error code: [1-9]"
     r"|not in the valid range|Class values must|non-negative integral|can not be negative"
+    r"|offsets of bags have to grow"
     r"|probability tensor contains|has to be greater than 0|Integer (?:division|modulo) by zero"
 )
 """What operators of torch and ONNX Runtime raise for values that they have no answer to; the eager model raises too."""

@@ -1,10 +1,12 @@
-"""Named arrays to the tensors of a torch program and back, its device, and autocast."""
+"""Named arrays to the tensors of a torch program and back, its device, autocast, and a check that torch lacks."""
 
 from __future__ import annotations
 
 import contextlib
+import functools
+import warnings
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -18,6 +20,9 @@ if TYPE_CHECKING:
 
 AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 PRECISIONS = ("fp32", *AUTOCAST)
+_BAGS = ("_embedding_bag", "_embedding_bag_forward_only")
+_libraries: list[Any] = []
+"""Kernels of this module, which are in use as long as these live."""
 
 
 def to_tensors(
@@ -92,3 +97,33 @@ def restored_vmap_levels() -> Iterator[None]:
     finally:
         if torch._C._functorch.get_dynamic_layer_stack_depth() > depth:
             torch._C._functorch.pop_dynamic_layer_stack_and_undo_to_depth(depth)
+
+
+@functools.cache
+def check_offsets() -> None:
+    """From now on bags of rows raise ValueError for offsets that fall, in all threads of this process.
+
+    torch compares the first and the last offset with the ids and no offset with the next (torch 2.13): of `[0, 4, 2]`
+    it adds what lies in memory, and a large negative one ends the process with SIGSEGV. A model that sums counts to
+    offsets gets such ones from a client's negative count. The kernel itself is replaced: under a mode of Python
+    functions torch and the exporters take other ways than without.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch warns of the first kernel of a process that is replaced
+        for name in _BAGS:
+            original = torch.library.get_kernel(f"aten::{name}", "CPU")
+            library = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
+            check = functools.partial(_compare_offsets, original)
+            library.impl(name, check, "CPU", with_keyset=True, allow_override=True)  # type: ignore[no-untyped-call]
+            _libraries.append(library)
+
+
+def _compare_offsets(
+    original: Any, keyset: Any, weight: Any, indices: Any, offsets: Any, *args: Any, **kwargs: Any
+) -> Any:
+    falls = (offsets[1:] < offsets[:-1]).nonzero()
+    if falls.numel():
+        at = int(falls[0])
+        one, other = offsets[at : at + 2].tolist()
+        raise ValueError(f"offsets of bags have to grow: bag {at} begins at {one}, and the next at {other}")
+    return original.call_boxed(keyset, weight, indices, offsets, *args, **kwargs)

@@ -70,6 +70,7 @@ class ExportSession:
             program = move_to_device_pass(program, self._device)
         self._module = program.module(check_guards=False)
         _guard_eigenvalues(self._module)
+        tensors.check_offsets()
         torch_weights.share(self._module, settings)
         if len(program.graph_signature.user_inputs) != len(signature.inputs):
             raise BundleError(f"{path} takes {len(program.graph_signature.user_inputs)} inputs, not as its signature")

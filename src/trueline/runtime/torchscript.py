@@ -60,6 +60,7 @@ class TorchScriptSession:
         settings.precise("TorchScript", (), otherwise="open the torch_export program for autocast")
         self._device = tensors.device(settings)
         self._module = open_module(path, self._device)
+        tensors.check_offsets()
         torch_weights.share(self._module, settings)
         forward: Any = self._module.forward
         taken = [argument.name for argument in forward.schema.arguments[1:]]

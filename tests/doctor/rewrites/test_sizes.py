@@ -64,6 +64,31 @@ class AtLeast(nn.Module):
         return F.adaptive_avg_pool1d(x.transpose(1, 2), 1) * least
 
 
+class Doubled(nn.Module):
+    """Sums of twice as many at every step, whose slices may be longer than the whole."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        n, step = x.shape[1], 1
+        while step < n:
+            x = x + torch.cat([torch.zeros_like(x[:, :step]), x[:, :-step]], 1)
+            step *= 2
+        return x
+
+
+class Spread(nn.Module):
+    """Rows and lengths in a list of a zip."""
+
+    def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
+        return torch.stack([r[:n].sum(0) - r[:n].mean(0) for r, n in zip(x, lengths.tolist(), strict=True)])
+
+
+class Widest(nn.Module):
+    """Of no steps there is no largest."""
+
+    def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
+        return torch.stack([r[:n].max(0).values for r, n in zip(x, lengths.tolist(), strict=True)])
+
+
 def eager_of(model: nn.Module, *inputs: Tensor) -> EagerSession:
     given = inputs if len(inputs) > 1 else inputs[0]
     return EagerSession(copy.deepcopy(model), given, dynamic_shapes={"x": {1: "length"}})
@@ -80,6 +105,8 @@ def surveyed(model: nn.Module, *inputs: Tensor) -> Survey:
         (CutToTheLongest(), (T, LENGTHS), (T[:2, :4], LENGTHS[1:])),
         (WholePeriods(), (T,), (torch.cat([T, T, T, T], 1)[:, :19],)),
         (AtLeast(), (T,), (torch.cat([T, T], 1)[:, :9],)),
+        (Doubled(), (T,), (torch.cat([T, T, T, T], 1)[:, :19],)),
+        (Spread(), (T, LENGTHS), (T[:2, :4], LENGTHS[1:] - torch.tensor([3, 0]))),  # one counts from the end
     ],
     ids=lambda one: type(one).__name__ if isinstance(one, nn.Module) else "",
 )
@@ -92,6 +119,11 @@ def test_a_size_that_a_value_or_a_branch_chooses_is_computed_from_the_inputs_siz
     edited = patch_module(model, found.texts)
     for inputs in (example, fresh):
         torch.testing.assert_close(edited(*inputs), model(*inputs))
+
+
+def test_the_largest_of_what_may_be_nothing_has_no_rewrite() -> None:
+    """The model raises there, and a mask would answer with minus infinity."""
+    assert surveyed(Widest(), T, LENGTHS).rows["(model)"].rewrite is None
 
 
 def test_a_length_is_not_left_out_where_what_lies_beyond_counts() -> None:

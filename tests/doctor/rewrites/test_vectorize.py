@@ -69,6 +69,16 @@ def test_a_loop_that_begins_with_numbers_carries_them_as_tensors() -> None:
     assert "torch.full((), shift, dtype=torch.float32)" in diff
 
 
+def test_a_list_may_give_its_name_to_the_tensor_that_is_made_of_it() -> None:
+    assert " = scan(" in healed(loops.Smoothed(), torch.randn(3, 5, 4), torch.randn(2, 8, 4), torch.randn(1, 1, 4))
+
+
+@pytest.mark.jobs
+def test_a_loop_over_what_an_earlier_loop_kept_may_have_no_step() -> None:
+    diff = healed(loops.Walked(), torch.randn(3, 5, 4), torch.randn(2, 8, 4), torch.randn(3, 1, 4))
+    assert diff.count(" = scan(") == 2
+
+
 @pytest.mark.long
 def test_writes_into_what_a_loop_carries_become_new_values() -> None:
     diff = healed(loops.Pointer(), torch.randn(3, 5, 4), torch.randn(2, 7, 4), torch.randn(1, 1, 4))

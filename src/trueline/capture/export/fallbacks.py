@@ -47,7 +47,8 @@ def retrace(
     """The program of the first way of tracing that works, after torch.export raised `error`; None when none does."""
     flat, message = TensorModule(module, calling), error.message
     exported = None
-    if (isinstance(error, Fixed) or size_lengths.is_cause(message)) and size_lengths.may_help(module):
+    slices = isinstance(error, Fixed) and size_lengths.makes_slices(module)
+    if slices or ((isinstance(error, Fixed) or size_lengths.is_cause(message)) and size_lengths.may_help(module)):
         with size_lengths.keep_lengths_free(module):
             exported = _attempt("lengths", LENGTHS, lambda: whole(flat))
     if exported is None and scalar_indices.may_help(message):

@@ -79,7 +79,7 @@ def apply_patches() -> Iterator[None]:
     """Parts of torch that its own exporter specializes or refuses are replaced by ones that it can follow."""
     # scan compiles its body: guards of what is in the cache already would run on the free sizes, and fix them
     torch._dynamo.reset()
-    with ExitStack() as stack:
+    with _drop_left_modes(), ExitStack() as stack:
         for patch in (
             recurrent.keep_layers_whole,
             packed_sequence.keep_padded,
@@ -99,17 +99,22 @@ def apply_patches() -> Iterator[None]:
 
 
 @contextmanager
-def tracing() -> Iterator[None]:
-    """What holds while torch.export follows a model."""
+def _drop_left_modes() -> Iterator[None]:
+    """torch.export leaves its own mode behind when it fails while another is on, and everything that is traced in this
+    process afterwards would pass through it."""
     before = len(_get_current_function_mode_stack())  # type: ignore[no-untyped-call]
     try:
-        with torch.no_grad(), as_trained(), quiet(), decomposition_cache.cache_operators(), apply_patches():
-            yield
+        yield
     finally:
-        # torch.export leaves its own mode behind when it fails while another is on, and everything that is traced in
-        # this process afterwards would pass through it
         while len(_get_current_function_mode_stack()) > before:  # type: ignore[no-untyped-call]
             _pop_mode()  # type: ignore[no-untyped-call]
+
+
+@contextmanager
+def tracing() -> Iterator[None]:
+    """What holds while torch.export follows a model."""
+    with torch.no_grad(), as_trained(), quiet(), decomposition_cache.cache_operators(), apply_patches():
+        yield
 
 
 @contextmanager

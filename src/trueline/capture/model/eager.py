@@ -40,6 +40,7 @@ class EagerSession:
         self._device = tensors.device(settings)
         self._settings = settings
         tensors.autocast(settings, self._device)  # refuses a precision before the model is called
+        tensors.check_offsets()
         before = _checksums(users_own(module))
         self.recall = Recall(users_own(module))
         """The values of its plain attributes before the first call."""

@@ -123,8 +123,21 @@ def _sum_classes(self: Any, logs: Any, weight: Any) -> Any:
 
 
 def _bags(translate: Callable[..., Any]) -> Callable[..., Any]:
-    def refusing(weight: Any, indices: Any, *rest: Any, **options: Any) -> Any:
-        return translate(weight, _refuse_negative(indices, _size(weight, 0)), *rest, **options)
+    """Ids are beyond the table, which ONNX Runtime refuses, where torch refuses the offsets: they begin at 0, grow, and
+    end among the ids. A bag between others would be empty."""
+
+    def refusing(weight: Any, indices: Any, offsets: Any, *rest: Any, **options: Any) -> Any:
+        size, zero, one = _size(weight, 0), op.Constant(value_ints=[0]), op.Constant(value_ints=[1])
+        checked = _refuse_negative(indices, size)
+        first, last = op.CastLike(zero, offsets), op.CastLike(op.Shape(indices, start=0, end=1), offsets)
+        bounds = op.Concat(first, offsets, last, axis=0)
+        after, before = op.Slice(bounds, one, op.Shape(bounds), zero), op.Slice(bounds, zero, op.Neg(one), zero)
+        begins = op.Greater(op.Slice(offsets, zero, one, zero), first)
+        wrong = op.Cast(op.Concat(op.Less(after, before), begins, axis=0), to=ir.DataType.INT64)
+        refused = op.Greater(op.ReduceMax(wrong, keepdims=0), op.Constant(value_int=0))
+        found = op.Where(refused, op.CastLike(size, checked), checked)
+        found.shape, found.type = indices.shape, indices.type
+        return translate(weight, found, offsets, *rest, **options)
 
     return refusing
 

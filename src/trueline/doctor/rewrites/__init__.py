@@ -7,6 +7,7 @@ from trueline.doctor.rewrites.control import branches, caches, effects, folds, p
 from trueline.doctor.rewrites.loops import pairs, vectorize
 from trueline.doctor.rewrites.scope import Candidate, Scope, Spot
 from trueline.doctor.rewrites.tensors import (
+    compacted,
     longest,
     masked_reduce,
     number_lists,
@@ -28,6 +29,7 @@ _FAMILIES: tuple[Callable[[Scope, Spot], Iterable[Candidate | None]], ...] = (
     numbers.keep_sizes,
     size_tables.rewrites,
     selections.run_all_parts,
+    compacted.rewrites,
     vectorize.scan_worklist,
     size_choices.choose_sizes,
     branches.rewrites,

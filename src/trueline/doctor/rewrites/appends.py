@@ -61,7 +61,8 @@ def uses(spot: Spot, names: list[str]) -> Swaps | None:
     swaps: Swaps = {}
     for name in names:
         known: set[int] = set()
-        for node in walk(spot.rest):
+        rest = _until_anew(spot.rest, name)
+        for node in walk(rest):
             other = _tensor_use(node, name)
             if other is not None:
                 swaps[id(node)] = other
@@ -71,9 +72,19 @@ def uses(spot: Spot, names: list[str]) -> Swaps | None:
                     known.add(id(used))
                 case ast.For(iter=ast.Name() as used):
                     known.add(id(used))
-        if any(isinstance(node, ast.Name) and node.id == name and id(node) not in known for node in walk(spot.rest)):
+                case ast.Assign(targets=[ast.Name() as used]) if rest and node is rest[-1]:
+                    known.add(id(used))
+        if any(isinstance(node, ast.Name) and node.id == name and id(node) not in known for node in walk(rest)):
             return None
     return swaps
+
+
+def _until_anew(block: list[ast.stmt], name: str) -> list[ast.stmt]:
+    """The statements up to the one that gives `name` another value, as in `rows = torch.stack(rows)`."""
+    for at, statement in enumerate(block):
+        if isinstance(statement, ast.Assign) and [ast.unparse(one) for one in statement.targets] == [name]:
+            return block[: at + 1]
+    return block
 
 
 def _tensor_use(node: ast.AST, name: str) -> ast.expr | ast.stmt | None:

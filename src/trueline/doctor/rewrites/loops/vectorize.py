@@ -41,6 +41,7 @@ from trueline.doctor.rewrites.scope import (
     define,
     expression,
     first_line,
+    parameters,
     statements,
     stored_names,
     walk,
@@ -191,7 +192,7 @@ def _scan_steps(
         return None
     firsts = {name: begins(spot, name) for name in steps.listed}
     swaps = uses(spot, steps.listed)
-    if swaps is None or (in_rows and not state) or (idle and not steps.may_be_none):
+    if swaps is None or (in_rows and not state) or (idle and not _may_be_none(scope, steps)):
         return None
     new = [*copies(scope, spot, steps, state)]
     new += scan(scope, steps, state, in_rows=in_rows or bool(steps.rows), idle=idle)
@@ -205,6 +206,14 @@ def _scan_steps(
     text = without_list(scope, spot, [*firsts], new, swaps)
     words = f"`{first_line(loop)}` is a scan" + (" that may have no step" if idle else "")
     return Candidate(text=add_import(text, "scan"), words=words) if text else None
+
+
+def _may_be_none(scope: Scope, steps: Steps) -> bool:
+    """Whether there may be no step at all; as many as something has that the function made may be none."""
+    match steps.length:
+        case ast.Subscript(value=ast.Attribute(value=ast.Name(id=name), attr="shape")):
+            return steps.may_be_none or name not in parameters(scope.function)
+    return steps.may_be_none
 
 
 def _chooses(scope: Scope, node: ast.AST, index: str | None) -> bool:

@@ -34,6 +34,8 @@ class MaskedPart:
     narrowed: frozenset[int]
     """Dimensions of the whole that are not whole in the part."""
     dtype: torch.dtype
+    may_be_none: bool = False
+    """Whether a number of a list bounds it, so that nothing asks first whether there is anything in it."""
 
     def under(self, name: str) -> MaskedPart:
         """The part whose mask has a name."""
@@ -60,6 +62,8 @@ class MaskedPart:
             return None
         over = "" if dims is None else str(next(iter(axes))) if len(axes) == 1 else str(tuple(sorted(axes)))
         how = f"a{how}" if how in ("max", "min") else how
+        if self.may_be_none and how in ("amax", "amin"):
+            return None  # of nothing torch raises, and the neutral value would be an answer
         given = ", ".join(one for one in (over, keep) if one)
         neutral = _neutral(how, self.dtype)
         if neutral is None or (how == "logsumexp" and dims is None) or (how == "prod" and len(axes) > 1):
@@ -131,7 +135,7 @@ def _between(scope: Scope, node: ast.Subscript, rank: int, dtype: torch.dtype) -
     while kept and is_full(kept[-1]):
         kept.pop()
     base = ast.unparse(node.value) + (f"[{', '.join(ast.unparse(one) for one in kept)}]" if kept else "")
-    within = {at: _within(base, at, place) for at, place in bounds.items()}
+    within = {at: _within(scope, base, at, place) for at, place in bounds.items()}
     wide = {at: f"[:{', None' * (rank - 1 - at)}]" if at < rank - 1 else "" for at in bounds}
     one = next(iter(bounds)) if len(bounds) == 1 else None
     return MaskedPart(
@@ -143,15 +147,38 @@ def _between(scope: Scope, node: ast.Subscript, rank: int, dtype: torch.dtype) -
         chosen=tuple((at,) for at in range(rank)),
         narrowed=frozenset(bounds),
         dtype=dtype,
+        may_be_none=any(_is_of_list(scope, one) for place in bounds.values() for one in (place.lower, place.upper)),
     )
 
 
-def _within(base: str, axis: int, place: ast.Slice) -> str:
-    """Where the indices of a dimension lie between the bounds."""
-    at = f"torch.arange({base}.shape[{axis}], device={base}.device)"
-    tests = [f"({at} >= {ast.unparse(place.lower)})"] if place.lower is not None else []
-    tests += [f"({at} < {ast.unparse(place.upper)})"] if place.upper is not None else []
+def _within(scope: Scope, base: str, axis: int, place: ast.Slice) -> str:
+    """Where the indices of a dimension lie between the bounds; one below 0, as values may be, counts from the end."""
+    size = f"{base}.shape[{axis}]"
+    at, tests = f"torch.arange({size}, device={base}.device)", []
+    if place.lower is not None:
+        low = ast.unparse(place.lower)
+        tests.append(f"({at} >= {low})")
+        if _may_be_negative(scope, place.lower):
+            tests.append(f"(({low} >= 0) | ({at} >= {low} + {size}))")
+    if place.upper is not None:
+        high = ast.unparse(place.upper)
+        test = f"({at} < {high})"
+        if _may_be_negative(scope, place.upper):
+            test = f"({test} | ({high} < 0) & ({at} < {high} + {size}))"
+        tests.append(test)
     return tests[0] if len(tests) == 1 else f"({' & '.join(tests)})"
+
+
+def _may_be_negative(scope: Scope, bound: ast.expr) -> bool:
+    """Whether values decide the bound: it is taken out of a tensor, or a list runs over such numbers."""
+    return scope.depends_on(bound) in ("number", "tensor") or _is_of_list(scope, bound)
+
+
+def _is_of_list(scope: Scope, bound: ast.expr | None) -> bool:
+    """Whether a list comprehension runs over the bound, and does not count it."""
+    names = set() if bound is None else set(loaded_names(bound))
+    lists = [node for node in ast.walk(scope.function) if isinstance(node, ast.comprehension)]
+    return any(names & set(stored_names(one.target)) and "range(" not in ast.unparse(one.iter) for one in lists)
 
 
 def _is_one_index(scope: Scope, node: ast.expr) -> bool:

@@ -13,6 +13,7 @@ import ast
 import copy
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from typing import Any
 
 from trueline.doctor.rewrites.predicate import without_numbers
 from trueline.doctor.rewrites.scope import (
@@ -25,6 +26,7 @@ from trueline.doctor.rewrites.scope import (
     loaded_names,
     statements,
     stored_names,
+    tensor_of,
 )
 from trueline.doctor.rewrites.tensors.masked_part import REDUCTIONS, MaskedPart, part_of
 
@@ -45,9 +47,10 @@ def rewrites(scope: Scope, spot: Spot) -> Iterator[Candidate | None]:
         yield scope.candidate([spot.statement], new, f"`{reduced[0]}` is of the whole, with a mask")
 
 
-def _counters(scope: Scope) -> dict[str, int]:
-    """Names in comprehensions that count steps or run over numbers: a trace of the call does not show their values."""
-    counters: dict[str, int] = {}
+def _counters(scope: Scope) -> dict[str, Any]:
+    """Names in comprehensions that count steps or run over numbers or rows: a trace of the call does not show their
+    values."""
+    counters: dict[str, Any] = {}
     for node in ast.walk(scope.function):
         if not isinstance(node, ast.comprehension):
             continue
@@ -58,6 +61,11 @@ def _counters(scope: Scope) -> dict[str, int]:
                 counters[name] = 0
                 if isinstance(inner, ast.Name) and ast.unparse(given).endswith(".tolist()"):
                     counters[inner.id] = 0
+            case ast.Tuple(elts=targets), ast.Call(func=ast.Name(id="zip"), args=sources):
+                pairs = [(one, of) for one, of in zip(targets, sources, strict=False) if isinstance(one, ast.Name)]
+                counters |= {one.id: 0 for one, of in pairs if ast.unparse(of).endswith(".tolist()")}
+                rows = [(one.id, tensor_of(of, scope)) for one, of in pairs]
+                counters |= {name: held[0] for name, held in rows if held is not None and held.ndim and len(held)}
     return counters
 
 
