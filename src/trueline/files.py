@@ -31,7 +31,9 @@ NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 _NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS)
 """Errors of link(2) on a file system without hard links."""
 
-TemporaryKind = Literal["archive", "bundle", "download", "life", "state", "weights"]
+TemporaryKind = Literal[
+    "archive", "bundle", "download", "head", "host", "launch", "learner", "life", "pool", "state", "trial", "weights"
+]  # fmt: skip
 _TEMPORARY = "trueline-"
 _FOLDER_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
@@ -75,6 +77,12 @@ class TemporaryFolder:
                 if _same_file(self._lock, self.path):
                     return
                 os.close(self._lock)  # it was swept before it was locked
+
+    @classmethod
+    def after_sweep(cls, kind: TemporaryKind) -> "TemporaryFolder":
+        """A new one, once what killed processes have left is deleted. Raises OSError."""
+        sweep_temporary()
+        return cls(kind)
 
     def remove(self) -> None:
         """Harmless when repeated; what cannot be deleted now is left for `sweep_temporary`."""

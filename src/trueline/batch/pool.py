@@ -15,8 +15,6 @@ From it: {"op": "ready", "records"}, {"op": "trying", "record"}, {"op": "done", 
 import asyncio
 import contextlib
 import os
-import shutil
-import tempfile
 import time
 from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
@@ -31,6 +29,7 @@ from trueline.engine.contract import ProcessSpec, Seen, parse_ref
 from trueline.engine.local.client import start_agent
 from trueline.engine.local.process import Lifeline
 from trueline.engine.open import open_engine
+from trueline.files import TemporaryFolder
 from trueline.recipe.contract import Mode
 from trueline.train.launch.preload import libraries_of
 
@@ -96,7 +95,8 @@ def run(work: Work, *, workers: int, report: Callable[[int], None]) -> list[Repl
 
     Raises the workers' errors and TrainError. No process is left behind in any case.
     """
-    scratch = Path(tempfile.mkdtemp(prefix="trueline-"))
+    temporary = TemporaryFolder.after_sweep("pool")
+    scratch = temporary.path
     lifeline = Lifeline()
     agent = None
     try:
@@ -111,7 +111,7 @@ def run(work: Work, *, workers: int, report: Callable[[int], None]) -> list[Repl
         if agent is not None:
             agent.wait()
         os.close(lifeline.reading)
-        shutil.rmtree(scratch, ignore_errors=True)
+        temporary.remove()
 
 
 def _run_to_end(coroutine: Coroutine[Any, Any, None]) -> None:

@@ -53,6 +53,7 @@ _WORDS = {
     "candidate.started": "  {name} ...",
     "candidate.judged": "  {name}: {verdict} {why}",
     "job.started": "  job {job}: {workers} workers, {epochs} epochs",
+    "job.trying": "  before step 0 the loss is tried {what} ({seconds:.0f} s so far)",
     "view.published": "  generation {generation}: {workers} workers ({why})",
     "weights.loaded": "  {tensors} tensors from {path}; new layers: {new}; not used: {unused}",
     "job.restored": "  continuing from {checkpoint}, step {step}",

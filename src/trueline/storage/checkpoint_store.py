@@ -11,7 +11,6 @@ Implementations share `tests/conformance/checkpoint_store.py`.
 
 import contextlib
 import shutil
-import tempfile
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
@@ -126,8 +125,8 @@ class RemoteCheckpointStore:
 
     @contextmanager
     def fetch(self, name: str, part: str) -> Iterator[Path]:
-        with tempfile.TemporaryDirectory(prefix="trueline-") as scratch:
-            file = Path(scratch, part)
+        with files.TemporaryFolder("state") as scratch:
+            file = scratch / part
             with translate_errors(self.url, f"reading {name} of", missing_is_fine=True):
                 self._fs.get_file(self._path(name, part), str(file))
             yield file

@@ -8,7 +8,8 @@
     JOB/faults/         those carried out        JOB/page.html        the live page, and its token
     JOB/master.lock     held by the master           JOB/loss.json        how the loss reduces, as it was tried
     JOB/weights.safetensors   a copy of those that the training starts from
-    JOB/columns.json    the recipe's fitted columns
+    JOB/columns.json    the recipe's fitted columns        JOB/records.json   fingerprint of the records of a launch
+    JOB/trial.json      what is tried before the first step, meanwhile
     JOB/hosts/          of a launch that other hosts may join: certificate and key, token, files that travel, hosts
     JOB/events.out.tfevents.0.trueline   the curves, for TensorBoard
 
@@ -31,7 +32,7 @@ from typing import Any, Literal, TypeVar
 import msgspec
 
 from trueline import events, files
-from trueline.errors import TrainError, UsageError
+from trueline.errors import StorageError, TrainError, UsageError
 from trueline.full_disk import PatientWriter, append_lines
 
 _FLOCK = "hhqqi4x"  # struct flock: type, base, start, length, pid (0 for these locks)
@@ -68,6 +69,8 @@ class JobDir:
         self.checkpoints = path / "checkpoints"
         self.faults = path / "faults"
         self.loss = path / "loss.json"
+        self.records = path / "records.json"
+        self.trial = path / "trial.json"
         self.weights = path / "weights.safetensors"
         self.columns = path / "columns.json"
         self.hosts = path / "hosts"
@@ -134,7 +137,8 @@ class JobDir:
         """Makes the folder of the logs and the secret of a launch, which has no master yet. Raises StorageError."""
         try:
             self.logs.mkdir(parents=True, exist_ok=True)
-            self._master.unlink(missing_ok=True)
+            for of_last in (self._master, self.records, self.trial):
+                of_last.unlink(missing_ok=True)
         except OSError as error:
             raise files.storage_error(error, self.path) from error
         files.write_atomic(self._secret, secrets.token_urlsafe(32).encode(), mode=0o600)
@@ -182,6 +186,15 @@ def current_job() -> Path | None:
     """The folder of the job that this process is a worker of."""
     folder = os.environ.get("TRUELINE_JOB")
     return Path(folder) if folder else None
+
+
+def note_trial(what: str) -> None:
+    """Notes, for the launcher, how the first worker tries the loss before its first step."""
+    folder = current_job()
+    if folder is None or not os.environ.get("TRUELINE_REF", "").startswith("worker-0."):
+        return
+    with contextlib.suppress(StorageError):  # it is a line of progress
+        files.write_atomic(JobDir(folder).trial, json.dumps({"what": what}).encode(), durable=False)
 
 
 def _lock_file(path: Path) -> int | None:

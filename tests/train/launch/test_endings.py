@@ -315,7 +315,6 @@ def end_of_a_job(job_dir, during):
 def test_what_cannot_be_removed_hides_no_error_that_ended_the_job(job_dir, tmp_path):
     (job_dir / "secret" / "held").mkdir(parents=True)  # no file: removing it fails, as in a read-only folder
     running = launcher.LocalJob(job_dir)
-    running.scratch = tmp_path / "scratch"
 
     @contextlib.contextmanager
     def launched():

@@ -1,7 +1,10 @@
 """An agent that imports before its job is prepared, and what it imports."""
 
+import os
+import signal
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import psutil
@@ -30,6 +33,47 @@ def test_an_early_agent_that_no_launcher_takes_over_ends_with_its_block():
         assert agent.is_running()
     assert not agent.is_running()
     assert not early.scratch.exists()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT], ids=lambda one: one.name)
+def test_a_signal_before_the_job_has_begun_leaves_neither_agent_nor_folder(number, tmp_path):
+    """Until the launcher takes over, nobody else would end the agent and remove its folder."""
+    script = f"""
+import signal, time
+from pathlib import Path
+from trueline.train.launch.preload import EarlyAgent
+
+signal.signal(signal.SIGINT, signal.default_int_handler)
+with EarlyAgent("allreduce", Path({str(TINY)!r})) as early:
+    print(early._process.pid, flush=True)
+    time.sleep(60)
+"""
+    env = {**os.environ, "TMPDIR": str(tmp_path)}
+    with subprocess.Popen(
+        [sys.executable, "-c", script], env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as run:
+        agent = int(run.stdout.readline())
+        assert len(list(tmp_path.iterdir())) == 1
+        run.send_signal(number)
+        said = run.stderr.read().decode().splitlines()[-1]
+    assert said.startswith("KeyboardInterrupt" if number == signal.SIGINT else "trueline.errors.JobStopped"), said
+    assert not psutil.pid_exists(agent)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_new_launch_deletes_the_folders_of_launches_that_were_killed_and_no_others(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    script = "from trueline import files; print(files.TemporaryFolder('launch').path, flush=True); input()"
+    command, env = [sys.executable, "-c", script], {**os.environ, "TMPDIR": str(tmp_path)}
+    with subprocess.Popen(command, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as killed:
+        left = Path(killed.stdout.readline().decode().strip())
+        (left / "agent.log").write_text("of a killed launch\n")
+        with files.TemporaryFolder.after_sweep("launch") as own:
+            assert left.exists()
+        killed.kill()
+        killed.wait()
+        with files.TemporaryFolder.after_sweep("launch") as own:
+            assert list(tmp_path.iterdir()) == [own]
 
 
 def test_what_an_early_agent_writes_is_in_the_log_of_the_job(tmp_path):

@@ -1,20 +1,20 @@
 """The agent of a host that lends its cores, and its folders. It may begin to import before the host has joined."""
 
 import os
-import shutil
 import subprocess
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
 from trueline.engine.hosts import folder as job_folder
 from trueline.engine.local.client import start_agent
 from trueline.engine.local.process import Lifeline
+from trueline.files import TemporaryFolder
 
 
 class HostAgent:
     def __init__(self) -> None:
-        self.scratch = Path(tempfile.mkdtemp(prefix="trueline-"))
+        self._temporary = TemporaryFolder.after_sweep("launch")
+        self.scratch = self._temporary.path
         self.job, self.socket = self.scratch / "job", self.scratch / "agent"
         self.lifeline = Lifeline()
         self.process: subprocess.Popen[bytes] | None = None
@@ -48,4 +48,4 @@ class HostAgent:
                 self.process.kill()  # it would import to the end
             self.process.wait()
         os.close(self.lifeline.reading)
-        shutil.rmtree(self.scratch, ignore_errors=True)
+        self._temporary.remove()

@@ -268,6 +268,7 @@ def main() -> None:
     agent.end()
     agent.births.unlink(missing_ok=True)
     with contextlib.suppress(OSError):  # the launcher's folder, if the launcher could not remove it
+        Path(f"{path}.log").unlink(missing_ok=True)
         os.rmdir(Path(path).parent)
 
 

@@ -11,16 +11,15 @@ import asyncio
 import json
 import logging
 import os
-import shutil
 import socket
 import sys
-import tempfile
 import time
 from pathlib import Path
 
 from trueline import events, files
 from trueline.engine.hosts import folder as travel
 from trueline.errors import JobStopped, StorageError, TruelineError, UsageError
+from trueline.files import TemporaryFolder
 from trueline.train.cluster.store import JobStore, LaunchEnd, SubmittedJob
 from trueline.train.launch.preload import EarlyAgent
 from trueline.train.reasons import LEFT_OUT_EXIT
@@ -50,7 +49,8 @@ def run(store: JobStore, number: int) -> int:
     job, launch = store.read_job(), store.last_launch()
     if launch is None or launch.number != number or store.read_end(number) is not None:
         raise UsageError(f"launch {number} of {store.where} has ended, or another one has begun")
-    scratch = Path(tempfile.mkdtemp(prefix="trueline-head-"))
+    temporary = TemporaryFolder.after_sweep("head")
+    scratch = temporary.path
     os.chdir(scratch)
     folder = scratch / job.name
     folder.mkdir(mode=0o700)
@@ -69,7 +69,7 @@ def run(store: JobStore, number: int) -> int:
         store.end_launch(number, LaunchEnd(outcome=outcome, why=why, ended=time.time()))
         raise
     finally:
-        shutil.rmtree(scratch, ignore_errors=True)
+        temporary.remove()
 
 
 def main() -> None:

@@ -6,13 +6,12 @@ cores back between two steps.
 
 import logging
 import os
-import shutil
 import sys
-import tempfile
 from pathlib import Path
 
 from trueline.engine.hosts.agent import HostAgent
 from trueline.errors import JobStopped, TruelineError
+from trueline.files import TemporaryFolder
 from trueline.train.cluster.store import JobStore
 from trueline.train.launch.preload import find_preload
 
@@ -41,7 +40,8 @@ def run(store: JobStore, number: int, role: str, scratch: Path) -> str:
 def main() -> None:
     where, number, role = sys.argv[1:]
     logging.basicConfig(stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(message)s")
-    scratch = Path(tempfile.mkdtemp(prefix="trueline-host-"))
+    temporary = TemporaryFolder.after_sweep("host")
+    scratch = temporary.path
     os.chdir(scratch)
     try:
         print(run(JobStore(where), int(number), role, scratch), file=sys.stderr)  # noqa: T201 - the log of this process
@@ -50,7 +50,7 @@ def main() -> None:
     except TruelineError as error:
         sys.exit(f"error: {error.message}\nhint: {error.hint}")
     finally:
-        shutil.rmtree(scratch, ignore_errors=True)
+        temporary.remove()
 
 
 if __name__ == "__main__":

@@ -18,7 +18,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable
@@ -32,6 +31,7 @@ from trueline import errors, events, files
 from trueline.engine.hosts.ssh import SshJoins
 from trueline.engine.local.client import start_agent
 from trueline.engine.local.process import LIFELINE, Lifeline, watch_lifeline
+from trueline.files import TemporaryFolder
 from trueline.registry import event_file
 from trueline.storage.location import parse_location
 from trueline.train import settings as job_settings
@@ -39,6 +39,7 @@ from trueline.train.job_dir import JobDir, LaunchRecord
 from trueline.train.launch import hosts, shutdown
 from trueline.train.launch.preload import EarlyAgent, find_preload
 from trueline.train.launch.publishing import PublisherProcess
+from trueline.train.launch.trying import TrialWatch
 from trueline.train.link.grpc_client import ONE_THREAD, RECONNECTING
 from trueline.train.master.claims import SUPERSEDED
 from trueline.train.master.failover import MasterProcess, reserve_port
@@ -70,7 +71,7 @@ class LocalJob:
         self.settings: JobSettings = job_settings.load(job_dir)
         self.agent: subprocess.Popen[bytes] | None = None
         self.master: MasterProcess | None = None
-        self.restarts = 0
+        self.restarts, self._trial = 0, TrialWatch(self.folder, self.emit)
         self.on_event: Callable[[str], None] = lambda name: None
         """Gets the name of each event of the job."""
         self._listened = False  # a master of this launch
@@ -89,15 +90,17 @@ class LocalJob:
         with contextlib.ExitStack() as exits:  # undoes what has begun, in reverse order
             exits.callback(os.close, self.folder.hold())
             exits.enter_context(event_file.writing(self.job_dir))
+            if self._early is not None:
+                self._early.restore_signals()
             exits.enter_context(shutdown.signals_as_errors(self.job_dir, self.halt))
             _expect_ended(before := self.folder.read_launch(), self.job_dir)
             _kill_leftovers(before)
-            self.scratch = self._early.scratch if self._early else Path(tempfile.mkdtemp(prefix="trueline-"))
-            launch = LaunchRecord(pid=os.getpid(), started=time.time(), scratch=str(self.scratch))
+            self._temporary = self._early.folder if self._early else TemporaryFolder.after_sweep("launch")
+            exits.callback(self._temporary.remove)
+            launch = LaunchRecord(pid=os.getpid(), started=time.time(), scratch=str(self._temporary.path))
             self.folder.write_launch(launch)
             exits.push(lambda kind, error, trace: self._record_end(launch, error))
-            job = self.settings
-            self.emit("job.started", job=str(self.job_dir), workers=job.workers, epochs=job.epochs)
+            self.emit("job.started", job=str(self.job_dir), workers=self.settings.workers, epochs=self.settings.epochs)
             self._prepare(exits)
             self._start_master()
             if self.settings.publish_every:
@@ -113,7 +116,7 @@ class LocalJob:
         """Makes what a master needs: the job's secret, ports, and the agent."""
         hosts.expect_leader(self.folder, self.settings)
         self.folder.begin_launch()
-        self.socket = self.scratch / "agent"
+        self.socket = self._temporary.path / "agent"
         self.lifeline = self._master_life = self._early.lifeline if self._early else Lifeline()
         self._sweep()
         exits.callback(self._clean)
@@ -190,7 +193,6 @@ class LocalJob:
         self._clean_folder()
 
     def _clean_folder(self) -> None:
-        shutil.rmtree(self.scratch, ignore_errors=True)
         self._sweep()
         self.folder.remove_secret()
         hosts.clean(self.folder, keep_launch=self._superseded)
@@ -202,11 +204,10 @@ class LocalJob:
         self.folder.record("launcher.ended", outcome=outcome, why=why)
 
     def _start_agent(self) -> subprocess.Popen[bytes]:
-        early, self._early = self._early, None
+        (early, self._early), log = (self._early, None), self.folder.log("agent")
         if early is not None:
-            return early.hand_over(self.folder.log("agent"))
+            return early.hand_over(log)
         self.socket.unlink(missing_ok=True)
-        log = self.folder.log("agent")
         return start_agent(self.socket, preload=self._preload(), life=self.lifeline.reading, log=log)
 
     def _preload(self) -> tuple[str, ...]:
@@ -229,10 +230,8 @@ class LocalJob:
         """Waits until the master listens, and returns its address."""
         while (master := self.folder.read_master()) is None or not master.address:
             if self.master is not None and (code := self.master.poll()) is not None:
-                raise errors.TrainError(
-                    f"the master ended with exit code {code} before it listened",
-                    hint=f"see {self.folder.log('master')}",
-                )
+                why = f"the master ended with exit code {code} before it listened"
+                raise errors.TrainError(why, hint=f"see {self.folder.log('master')}")
             time.sleep(0.01)  # the master's own start takes some 200 ms
         self._listened = True
         return master.address
@@ -269,6 +268,7 @@ class LocalJob:
     def _handle_event(self, event: pb.Event) -> dict[str, Any] | None:
         """Passes an event on; returns the summary if it is the job's end."""
         self.on_event(event.name)
+        self._trial.hear(event.name)
         if event.name == "step.applied":
             self.restarts = 0  # a long job may lose its master any number of times, as long as it gets on between
         if event.name == "step.applied" and not events.has_listener():
@@ -312,6 +312,7 @@ class LocalJob:
 
     def _keep_alive(self, patience_s: float = 0.0) -> None:
         """Restarts what died. Workers of a dead agent continue; their deaths are noticed late, by their lease."""
+        self._trial.look()
         agent = self.agent.poll() if self.agent is not None else None
         master = self.master.wait(patience_s) if self.master is not None else None
         if agent is not None:
@@ -339,8 +340,7 @@ class LocalJob:
 
 def detach(job_dir: Path) -> int:
     """Launches the job in `job_dir` in a process that outlives this one; returns its pid. Raises TrainError."""
-    folder = JobDir(job_dir)
-    log = folder.log("launcher")
+    folder, log = JobDir(job_dir), JobDir(job_dir).log("launcher")
     log.parent.mkdir(parents=True, exist_ok=True)
     streams = [
         (os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0),

@@ -4,13 +4,16 @@ import ast
 import contextlib
 import importlib.util
 import os
-import shutil
+import signal
 import subprocess
-import tempfile
+import threading
 from pathlib import Path
+from types import FrameType
 
 from trueline.engine.local.client import start_agent
 from trueline.engine.local.process import Lifeline
+from trueline.errors import JobStopped
+from trueline.files import TemporaryFolder
 from trueline.recipe.settings import Strategy
 from trueline.train.settings import WORKERS
 
@@ -26,11 +29,14 @@ def find_preload(strategy: Strategy, users: Path | None = None) -> tuple[str, ..
 class EarlyAgent:
     """An agent without a job: torch takes it seconds, and the launcher as well, which prepares the job meanwhile.
 
-    A context manager: an agent that no launcher has taken over ends with the block.
+    A context manager: an agent that no launcher has taken over ends with the block, which SIGTERM and SIGHUP leave as
+    JobStopped until then.
     """
 
     def __init__(self, strategy: Strategy, recipe: Path) -> None:
-        self.scratch = Path(tempfile.mkdtemp(prefix="trueline-"))
+        self._usual = _end_by_errors()
+        self.folder = TemporaryFolder.after_sweep("launch")
+        self.scratch = self.folder.path
         self.lifeline = Lifeline()
         self._log, self._handed_over = self.scratch / "agent.log", False
         preload = find_preload(strategy, recipe)
@@ -44,15 +50,36 @@ class EarlyAgent:
             os.link(self._log, log)
         return self._process
 
+    def restore_signals(self) -> None:
+        """Harmless when repeated."""
+        while self._usual:
+            signal.signal(self._usual.pop(), signal.SIG_DFL)
+
     def __enter__(self) -> "EarlyAgent":
         return self
 
     def __exit__(self, *error: object) -> None:
+        self.restore_signals()
         if not self._handed_over:
             self.lifeline.end()
             self._process.kill()  # it would import to the end; it has forked nothing yet
             self._process.wait()
-            shutil.rmtree(self.scratch, ignore_errors=True)
+            self.folder.remove()
+
+
+def _end_by_errors() -> list[signal.Signals]:
+    """Has the signals that would end this process at once raise JobStopped; returns those of SIGTERM and SIGHUP that
+    have no other handler."""
+    if threading.current_thread() is not threading.main_thread():
+        return []
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        raise JobStopped(f"the launcher got {signal.Signals(number).name} before the job had begun")
+
+    usual = [number for number in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(number) is signal.SIG_DFL]
+    for number in usual:
+        signal.signal(number, stop)
+    return usual
 
 
 def libraries_of(recipe: Path) -> list[str]:

@@ -12,7 +12,6 @@ import os
 import signal
 import socket
 import sys
-import tempfile
 import time
 from collections.abc import Collection, Coroutine
 from pathlib import Path
@@ -23,6 +22,7 @@ from trueline.engine.cluster.open import open_scheduler
 from trueline.engine.cluster.settings import HostsSettings
 from trueline.engine.local.process import LIFELINE
 from trueline.errors import TruelineError, UsageError
+from trueline.files import TemporaryFolder
 from trueline.registry import event_file
 from trueline.train.cluster.address import find_address
 from trueline.train.cluster.commands import WITHOUT_GANGS, describe_submission, queue_again
@@ -293,7 +293,8 @@ def run(store: JobStore, number: int) -> int:
     job, launch = store.read_job(), store.last_launch()
     if launch is None or launch.number != number or store.read_end(number) is not None:
         raise UsageError(f"launch {number} of {store.where} has ended, or another one has begun")
-    scratch = Path(tempfile.mkdtemp(prefix="trueline-head-"))
+    temporary = TemporaryFolder.after_sweep("head")
+    scratch = temporary.path
     os.chdir(scratch)
     try:
         head = LearnersHead(store, job, launch, open_scheduler(launch.engine), scratch)
@@ -308,7 +309,7 @@ def run(store: JobStore, number: int) -> int:
         head.recorder.write_end(end)
         return end.code
     finally:
-        places.remove(scratch)
+        temporary.remove()
 
 
 def main() -> None:

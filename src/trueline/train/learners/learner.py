@@ -14,7 +14,6 @@ import signal
 import socket
 import ssl
 import sys
-import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -24,6 +23,7 @@ from trueline.engine.hosts import folder as travel
 from trueline.engine.hosts import route
 from trueline.engine.hosts.messages import CERTIFICATE_NAME
 from trueline.errors import StorageError, TruelineError, first_line
+from trueline.files import TemporaryFolder
 from trueline.train.cluster.store import JobStore, JoinKit
 from trueline.train.learners import messages, places
 from trueline.train.learners.buckets import KeptContainers
@@ -252,7 +252,8 @@ def wait_for_kit(store: JobStore, number: int) -> JoinKit | None:
 def main() -> None:
     where, number, role = sys.argv[1:]
     logging.basicConfig(stream=sys.stderr, level=logging.WARNING, format="%(asctime)s %(message)s")
-    scratch = Path(tempfile.mkdtemp(prefix="trueline-learner-"))
+    temporary = TemporaryFolder.after_sweep("learner")
+    scratch = temporary.path
     os.chdir(scratch)
     try:
         store = JobStore(where)
@@ -266,7 +267,7 @@ def main() -> None:
     except OSError as error:
         sys.exit(f"error: {first_line(error)}")
     finally:
-        places.remove(scratch)
+        temporary.remove()
 
 
 if __name__ == "__main__":

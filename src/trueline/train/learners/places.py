@@ -1,7 +1,6 @@
 """Where a job of learners has its folders: in its store if that is a folder, which all learners share then, else in a
 scratch folder of each learner."""
 
-import shutil
 import zipfile
 from contextlib import suppress
 from pathlib import Path
@@ -59,7 +58,3 @@ def keep_code(model: Path, results: Path) -> None:
             if path.is_file():
                 archive.write(path, path.relative_to(model))
     partial.replace(kept)
-
-
-def remove(folder: Path) -> None:
-    shutil.rmtree(folder, ignore_errors=True)

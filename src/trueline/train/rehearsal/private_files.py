@@ -12,7 +12,6 @@ import builtins
 import io
 import os
 import shutil
-import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,6 +19,7 @@ from typing import Any
 
 import torch
 
+from trueline.files import TemporaryFolder
 from trueline.train.rehearsal.entropy import Replacement
 
 MOST_BYTES = 64 << 20
@@ -31,8 +31,8 @@ _WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
 def keep_apart() -> Iterator[list[tuple[Any, Any]]]:
     """In this block nothing that Python code writes reaches a file of others; folders that it made are gone after it,
     unless another process has put something there. Yields functions, each with what is called instead."""
-    with tempfile.TemporaryDirectory(prefix="trueline-trial-") as folder:
-        files = _PrivateFiles(Path(folder))
+    with TemporaryFolder("trial") as folder:
+        files = _PrivateFiles(folder)
         replaced = files.list_replacements()
         usual = [(room, name, getattr(room, name)) for room, name, _ in replaced]
         try:
