@@ -100,6 +100,7 @@ MAX_LINES += 330  # slices that a number or a size ends, windows in ONNX, guards
 MAX_LINES += 265  # what a loop kept before its trial, optimizers for as many steps as a job has; sparse sums
 MAX_LINES += 330  # rows that values shorten, as greedy CTC decoding has them, keep their length in the doctor's rewrite
 MAX_LINES += 160  # bags of rows whose offsets fall, which torch reads beyond
+MAX_LINES += 160  # records that were replaced, what a trial reads again, folders of killed launches
 MAX_FOLDER_FILES = 20
 MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 50

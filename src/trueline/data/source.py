@@ -83,6 +83,12 @@ class Source(Protocol):
         ...
 
 
+class Readable(Protocol):
+    """What reads the records of an epoch by their numbers."""
+
+    def read(self, indices: Indices, *, epoch: int) -> Batch: ...
+
+
 @runtime_checkable
 class Prefetching(Protocol):
     """A Source that can read ahead."""

@@ -5,6 +5,7 @@ import hashlib
 import os
 import random
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -19,9 +20,10 @@ import torch
 from fsspec.implementations.memory import MemoryFileSystem
 from torch.utils.data import Dataset
 
+from trueline.data.loading import worker_pool
 from trueline.data.loading.random_state import generator_state
 from trueline.data.loading.seeding import SeededReader, preserve_generators
-from trueline.data.loading.worker_pool import ReaderLost, ReaderPool, make_reader
+from trueline.data.loading.worker_pool import ReaderClient, ReaderLost, ReaderPool, make_reader
 from trueline.data.open import as_source
 from trueline.data.source import Batch
 from trueline.data.sources.databases import MaxComputeRecords
@@ -367,3 +369,74 @@ def test_every_draw_changes_the_state_and_nothing_else_does():
                 assert generator_state() == before
                 draw()
                 assert generator_state() != before
+
+
+# What a trial asks for again. -----------------------------------------------------------------------------------------
+
+
+class Asked:
+    """A trial that asks for records, each of which takes `slow_s` seconds, and who reads them and counts it."""
+
+    def __init__(self, slow_s, kept, drifts=False):
+        self.reads, self.slow_s, self.kept, self.drifts = 0, slow_s, kept, drifts
+        self.mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self.client = ReaderClient(theirs)
+
+    def read(self, indices, *, epoch):
+        self.reads += 1
+        self.kept._read_s += self.slow_s * len(indices)
+        made = torch.from_numpy(indices.astype(np.float32)) + (self.reads if self.drifts else 0)
+        return Batch({"x": made, "name": [str(index) for index in indices]}, made * 2)
+
+    def ask(self, *indices):
+        self.client.ask(1, 0, np.array(indices))
+        head, memory = worker_pool.receive(self.mine)
+        worker_pool.answer_request(self.mine, head, memory, self, self.kept)
+        return self.client.take(1)
+
+
+@pytest.fixture
+def asked():
+    made = []
+
+    def make(slow_s, **how):
+        made.append(Asked(slow_s, worker_pool.ReadMemory(), **how))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.mine.close()
+        one.client.line.close()
+
+
+def test_records_that_take_long_are_read_twice_and_then_answered_from_memory_as_they_were(asked):
+    slow = asked(0.2)
+    for _ in range(5):
+        found = slow.ask(3, 1, 4)
+        assert found.inputs["x"].tolist() == [3, 1, 4]
+        assert found.inputs["name"] == ["3", "1", "4"]
+        assert found.labels.tolist() == [6, 2, 8]
+        found.labels.zero_()  # what a loop does with its batch reaches no other one
+    assert slow.reads == 2
+    slow.ask(1, 3, 4)
+    assert slow.reads == 3, "another order is another batch: a collate_fn may see it"
+
+
+def test_records_that_are_others_the_second_time_are_always_read(asked):
+    slow = asked(0.5, drifts=True)
+    assert [slow.ask(3, 1).labels.tolist()[0] for _ in range(4)] == [8, 10, 12, 14]
+
+
+def test_records_that_are_fast_are_always_read(asked):
+    fast = asked(0.01)
+    for _ in range(5):
+        fast.ask(3, 1, 4)
+    assert fast.reads == 5
+
+
+def test_a_memory_of_records_has_an_end(asked, monkeypatch):
+    monkeypatch.setattr(worker_pool, "MOST_KEPT_BYTES", 1)
+    slow = asked(1.0)
+    for _ in range(3):
+        slow.ask(1)
+    assert slow.reads == 3

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset, TensorDataset
 
-from trueline.errors import UsageError
+from trueline.errors import DataError, UsageError
 from trueline.train.elastic import Elastic
 from trueline.train.rehearsal import alike, contents, fork
 from trueline.train.rehearsal.contents import CollectionItems
@@ -197,8 +197,9 @@ def test_records_that_each_worker_makes_for_itself_end_the_job(join):
     model = plain_model()
     first = train(model, lambda batch: error(model, batch), standardize(0))
     model = plain_model()
-    with pytest.raises(UsageError, match="loss is not that of the first worker"):
+    with pytest.raises(DataError, match="is another one than when the job began") as refused:
         join(first, model, lambda batch: error(model, batch), standardize(1))
+    assert "alike in all workers" in refused.value.hint
 
 
 def test_a_weight_that_few_records_have_is_compared_by_name(join):

@@ -10,8 +10,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
-from torch.utils.data import TensorDataset
+from torch.utils.data import Dataset, TensorDataset, default_collate
 
+from trueline.data.loading.seeding import SeededReader
+from trueline.data.open import open_training
 from trueline.errors import UsageError
 from trueline.train.elastic import Elastic
 from trueline.train.rehearsal import extremes
@@ -95,3 +97,39 @@ def test_code_that_only_looks_or_decides_record_by_record_trains(monkeypatch):
     for loss_of in (log, weigh_each, divide, skip):
         train(loss_of)
     assert logged
+
+
+class Counted(Dataset):
+    """Counts what is read; `ragged`: records of several lengths, as a list."""
+
+    def __init__(self, *, ragged: bool = False) -> None:
+        self.reads, self.ragged = 0, ragged
+
+    def __len__(self) -> int:
+        return 120
+
+    def __getitem__(self, index: int) -> tuple[Any, int]:
+        self.reads += 1
+        return (INPUTS[index, : 2 + index % 4] if self.ragged else {"x": INPUTS[index], "at": index}), index % 5
+
+    def collate_fn(self, items: list[tuple[Any, int]]) -> Any:
+        if not self.ragged:
+            return default_collate(items)
+        return [one for one, _ in items], torch.tensor([label for _, label in items])
+
+
+def test_a_record_that_a_batch_has_many_times_is_read_once_and_is_the_same_record():
+    once, plain = Counted(), Counted()
+    reader = extremes.RepeatsReader(SeededReader(open_training(once), 0))
+    for ids in (np.array([7, 3, 7, 7, 110, 3]), np.resize([4], 64), np.array([5, 9, 2])):
+        found, wanted = reader.read(ids, epoch=0), SeededReader(open_training(plain), 0).read(ids, epoch=0)
+        assert torch.equal(found.inputs["x"], wanted.inputs["x"])
+        assert found.inputs["at"].tolist() == ids.tolist()
+        assert torch.equal(found.labels, wanted.labels)
+    assert (once.reads, plain.reads) == (3 + 1 + 3, 6 + 64 + 3)
+
+
+def test_records_that_are_no_rows_of_tensors_are_read_as_they_are_asked_for():
+    ragged = Counted(ragged=True)
+    found = extremes.RepeatsReader(SeededReader(open_training(ragged), 0)).read(np.array([7, 3, 7]), epoch=0)
+    assert [row.tolist() for row in found.inputs] == [INPUTS[at, : 2 + at % 4].tolist() for at in (7, 3, 7)]

@@ -23,6 +23,7 @@ import pickle
 import signal
 import socket
 import struct
+import time
 import traceback
 import warnings
 import weakref
@@ -33,7 +34,7 @@ import numpy as np
 
 from trueline.data.loading.seeding import SeededReader
 from trueline.data.order.permutation import Indices
-from trueline.data.source import Batch, Source
+from trueline.data.source import Batch, Readable, Source
 from trueline.errors import DataError, TruelineError, UsageError, find_error_class
 
 if TYPE_CHECKING:
@@ -44,6 +45,8 @@ _HEAD = struct.Struct("!qqq")
 """Number of the request, its epoch or success, bytes after the tensors."""
 _ALIGNMENT = 64
 _PR_SET_PDEATHSIG = 1
+REAL_S, MOST_KEPT_BYTES = 1.0, 64 << 20
+"""For how long a trial reads all records that it asks for, and what is kept of them for it afterwards."""
 
 
 class ReaderLost(RuntimeError):
@@ -228,17 +231,58 @@ def _serve(line: socket.socket, reader: SeededReader) -> None:
         answer_request(line, head, memory, reader)
 
 
+class ReadMemory:
+    """Answers requests for records that take long, and were read before, without reading them again.
+
+    The first `REAL_S` seconds are real reads, and so are the first two of the same records: a data set that draws from
+    a generator of its own gives others the second time. These are never answered from here.
+    """
+
+    def __init__(self) -> None:
+        self._read_s, self._bytes = 0.0, 0
+        self._kept: dict[tuple[int, bytes], tuple[list[bytes], bytes]] = {}
+        self._times: dict[tuple[int, bytes], int] = {}
+        """How often the same was read; 0 after something else was."""
+
+    def find(self, indices: Indices, epoch: int) -> tuple[list[bytes], bytes] | None:
+        """What was read of `indices`, packed; None: they are to be read."""
+        key = epoch, indices.tobytes()
+        return self._kept[key] if self._read_s > REAL_S and self._times.get(key, 0) > 1 else None
+
+    def note(self, indices: Indices, epoch: int, packed: tuple[Sequence[memoryview], bytes], took_s: float) -> None:
+        """Keeps what was read in `took_s` seconds."""
+        self._read_s += took_s
+        key, found = (epoch, indices.tobytes()), ([bytes(tensor) for tensor in packed[0]], packed[1])
+        size = len(found[1]) + sum(map(len, found[0]))
+        if key in self._kept:
+            same = self._kept[key] == found and self._times[key]
+            self._times[key] = self._times[key] + 1 if same else 0
+        elif self._bytes + size <= MOST_KEPT_BYTES:
+            self._bytes += size
+            self._kept[key], self._times[key] = found, 1
+
+
+def _pack(batch: Batch) -> tuple[list[memoryview], bytes]:
+    stream = io.BytesIO()
+    pickler = _Pickler(stream)
+    pickler.dump((batch.inputs, batch.labels))
+    return pickler.tensors, stream.getvalue()
+
+
 def answer_request(
-    line: socket.socket, head: tuple[int, int, int], memory: mmap.mmap, reader: SeededReader | ReaderPool | ReaderClient
+    line: socket.socket, head: tuple[int, int, int], memory: mmap.mmap, reader: Readable, kept: ReadMemory | None = None
 ) -> None:
-    """Reads what a ReaderClient has requested, and sends it."""
+    """Reads what a ReaderClient has requested, unless `kept` has it, and sends it."""
     number, epoch, size = head
     try:
-        batch = reader.read(np.frombuffer(memory, np.int64, count=size // 8), epoch=epoch)
-        stream = io.BytesIO()
-        pickler = _Pickler(stream)
-        pickler.dump((batch.inputs, batch.labels))
-        tensors, rest, succeeded = pickler.tensors, stream.getvalue(), True
+        indices = np.frombuffer(memory, np.int64, count=size // 8)
+        packed: tuple[Sequence[memoryview | bytes], bytes] | None = kept.find(indices, epoch) if kept else None
+        if packed is None:
+            began = time.monotonic()
+            packed = fresh = _pack(reader.read(indices, epoch=epoch))
+            if kept is not None:
+                kept.note(indices, epoch, fresh, time.monotonic() - began)
+        (tensors, rest), succeeded = packed, True
     except Exception as error:  # noqa: BLE001  the process boundary: the client raises it
         if not isinstance(error, UsageError):
             traceback.print_exc()
@@ -291,7 +335,7 @@ def _align(size: int) -> int:
     return -(-size // _ALIGNMENT) * _ALIGNMENT
 
 
-def send(line: socket.socket, number: int, word: int, rest: bytes, tensors: Sequence[memoryview] = ()) -> None:
+def send(line: socket.socket, number: int, word: int, rest: bytes, tensors: Sequence[memoryview | bytes] = ()) -> None:
     """Sends memory with `tensors` and, at its end, `rest`."""
     handle = os.memfd_create("trueline-batch", os.MFD_CLOEXEC)
     try:

@@ -60,7 +60,7 @@ _HINT = (
     "receive"
 )
 _SETTLED = ("draws", "reduction", "even", "whole", "buffers", "skips", "half", "form", "divisors",
-            "looks", "reads")  # fmt: skip
+            "looks", "reads", "records")  # fmt: skip
 """What the first worker finds out for all others of the job, in JOB/loss.json, or on the master."""
 Shown = list[float]
 
@@ -326,7 +326,7 @@ def load_traits(shown: ModelTraits) -> ModelTraits | None:
 def settle_traits(traits: ModelTraits) -> ModelTraits:
     """Settles `traits` for the job, unless another worker already has; returns what is settled."""
     settled = {name: value for name, value in asdict(traits).items() if name in _SETTLED}
-    events.emit("loss.tried", **{name: value for name, value in settled.items() if name != "reads"})
+    events.emit("loss.tried", **{name: value for name, value in settled.items() if name not in ("reads", "records")})
     if "TRUELINE_JOB" not in os.environ:
         return traits
     if "TRUELINE_CA" in os.environ:

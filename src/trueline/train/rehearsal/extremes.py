@@ -21,10 +21,12 @@ import time
 from collections import Counter
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 
 import numpy as np
 import torch
 
+from trueline.data.source import Batch, Readable
 from trueline.errors import UsageError
 from trueline.train import dynamo
 from trueline.train.rehearsal.double import MOST_BYTES, FurtherTrial
@@ -64,7 +66,8 @@ class ExtremesTrial(FurtherTrial):
 
     def batches(self) -> Batches:
         tried, given = self._tried, self.inputs
-        tried.inputs, tried.bends, self._until = given, False, time.process_time() + MOST_S
+        once = replace(given, reader=RepeatsReader(given.reader))
+        tried.inputs, tried.bends, self._until = once, False, time.process_time() + MOST_S
         pool = np.random.default_rng([given.seed % 2**32, 2]).permutation(given.num_records)[:POOL]
         eager = torch.compiler.set_stance("force_eager") if dynamo.is_loaded() else nullcontext()
         with eager:
@@ -155,6 +158,25 @@ class ExtremesTrial(FurtherTrial):
         self._gradients = reduction.compute_gradients(loss.mean(), list(self._values), tried.inputs.model)
         tried.taken = True
         return False
+
+
+class RepeatsReader:
+    """Reads the records of a batch once that it has several times: most of these batches are a few records over and
+    over, and reading may take longer than all that is computed of them."""
+
+    def __init__(self, reader: Readable) -> None:
+        self._reader = reader
+
+    def read(self, indices: Ints, *, epoch: int) -> Batch:
+        """Raises DataError."""
+        some, places = np.unique(indices, return_inverse=True)
+        if len(some) < len(indices):
+            batch = self._reader.read(some, epoch=epoch)
+            leaves, form = torch.utils._pytree.tree_flatten((batch.inputs, batch.labels))
+            if all(isinstance(leaf, torch.Tensor) and leaf.dim() and len(leaf) == len(some) for leaf in leaves):
+                at = torch.from_numpy(places.reshape(-1))
+                return Batch(*torch.utils._pytree.tree_unflatten([leaf[at] for leaf in leaves], form))
+        return self._reader.read(indices, epoch=epoch)
 
 
 def find_ends(alone: dict[int, list[float]]) -> Iterator[tuple[Ints, Ints]]:

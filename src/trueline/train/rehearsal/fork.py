@@ -31,8 +31,10 @@ import psutil
 import torch
 
 from trueline import events
-from trueline.data.loading.worker_pool import ReaderClient, answer_request, end_with_parent, receive, send
+from trueline.data.loading.worker_pool import ReaderClient, ReadMemory, answer_request, end_with_parent, receive, send
 from trueline.errors import RecipeError, TruelineError, UsageError, find_error_class
+from trueline.train import records
+from trueline.train.job_dir import note_trial
 from trueline.train.rehearsal import applied, joined, places, private_files
 from trueline.train.rehearsal.alike import AlikeTrial, load_traits, settle_traits, wants_comparing
 from trueline.train.rehearsal.double import DoubleTrial, NumberTrial, wants_double, wants_numbers
@@ -51,6 +53,15 @@ HUNG_S, LOOK_S = 5.0, 0.5
 AFTER_S = 10.0
 """Processor time for what the loop does after a step: it may evaluate."""
 _here = {"forked": False}
+_WORDS = {
+    FreshTrial: "in a process that has computed nothing else",
+    LossTrial: "whole and in parts, and at later steps",
+    DoubleTrial: "in double precision",
+    NumberTrial: "with other numbers where its code looks at one",
+    ExtremesTrial: "with records that are far apart",
+    AlikeTrial: "beside that of the first worker",
+}
+"""How the loss is tried, for people who wait."""
 
 
 class ForkedTrial(Protocol):
@@ -71,8 +82,11 @@ def try_loop(trial: LossTrial, shown: ModelTraits, optimizer_step: OptimizerStep
     `shown`: the traits by the module types. No batches, if another worker of the job has tried the loop. Raises what
     `LossTrial.batches` raises.
     """
+    trial.inputs = replace(trial.inputs, kept=ReadMemory())
     trial.traits = load_traits(shown) or shown
+    reads = trial.inputs.reader, trial.inputs.num_records
     if trial.traits is not shown:
+        records.compare_with_first(trial.traits.records, *reads)
         yield from _compare(trial, optimizer_step.settings)
         return
     applied.check_schedulers(optimizer_step.optimizer, optimizer_step.scheduler)
@@ -100,7 +114,9 @@ def try_loop(trial: LossTrial, shown: ModelTraits, optimizer_step: OptimizerStep
         if wants_extremes(trial.inputs, trial.traits):
             yield from try_again(ExtremesTrial(trial, trial.traits.reduction), optimizer_step.settings)
     mine = trial.traits.reads
-    trial.traits = settle_traits(trial.traits)
+    sums = records.measure_records(*reads)
+    trial.traits = settle_traits(replace(trial.traits, records=sums))
+    records.expect_same_records(trial.traits.records, sums)
     if wants_comparing(mine, trial.traits.reads):
         yield from _compare(trial, optimizer_step.settings)
 
@@ -149,6 +165,8 @@ def can_fork(model: torch.nn.Module) -> bool:
 def _in_fork(
     trial: ForkedTrial, settings: OptimizerSettings | None
 ) -> Generator[StepBatch, None, dict[str, Any] | TruelineError | None]:
+    if type(trial) in _WORDS and not (isinstance(trial, LossTrial) and trial.inputs.chosen is not None):
+        note_trial(_WORDS[type(trial)])
     mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     parent = os.getpid()
     if not (pid := _fork()):
@@ -269,6 +287,7 @@ def _serve(line: socket.socket, pid: int, trial: ForkedTrial) -> dict[str, Any] 
         return None if first is None else _make_error(first)
     if trial.inputs.chosen is not None:
         return first
+    note_trial("with what follows after a step")
     second = _receive_answer(line, pid, trial.inputs, most_s=AFTER_S)
     if second is None:
         events.emit("loop.untried", why="what it does after a step gave no answer")
@@ -303,7 +322,7 @@ def _receive_answer(
             return answer
         assert inputs is not None
         inputs.on_read()
-        answer_request(line, head, memory, inputs.reader)
+        answer_request(line, head, memory, inputs.reader, inputs.kept)
     return None
 
 

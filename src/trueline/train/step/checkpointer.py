@@ -28,6 +28,7 @@ from trueline.engine.hosts.messages import ScriptValues
 from trueline.errors import DiskFull, StorageError, TruelineError
 from trueline.full_disk import PATIENCE_S
 from trueline.storage.location import Location, join_location, parse_location
+from trueline.train import records
 from trueline.train import settings as job_settings
 from trueline.train.faults import Faults
 from trueline.train.job_dir import JobDir
@@ -88,7 +89,8 @@ class Checkpointer:
             agree_on_script(wanted)
         job = job_settings.settle(Path(job_dir), **msgspec.structs.asdict(wanted))
         name = Path(job.script[0] if job.script else job.recipe).stem
-        facts = {"recipe": {"name": name, "digest": job.recipe_digest}, "data": source.fingerprint()}
+        records.expect_same_files(data := source.fingerprint())
+        facts = {"recipe": {"name": name, "digest": job.recipe_digest}, "data": data}
         return cls.of(job, Path(job_dir), facts), job.faults
 
     def after_step(

@@ -3,13 +3,13 @@
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from trueline.data.source import Batch
+from trueline.data.source import Batch, Readable
 from trueline.errors import UsageError
 from trueline.train.step.contribution import StepBatch
 from trueline.train.step.plan import Ints
@@ -46,12 +46,6 @@ COUNTS = 13, 11, 7, 5, 3, 2, 1
 """Records of a trial: primes, so that no part of them has the same share of them and of something else."""
 POOL, LOOK_S = 512, 0.25
 """Most records that are looked at, and for how long, to find some that differ."""
-
-
-class Readable(Protocol):
-    """What reads records by their numbers."""
-
-    def read(self, indices: Ints, *, epoch: int) -> Batch: ...
 
 
 def choose_any(reader: Readable, num_records: int, most: int, chance: np.random.Generator) -> Ints:

@@ -42,6 +42,7 @@ class ModelTraits:
     numbers: Sequence[int] = ()  # that code looks at, by their places, and that follow from a batch (`double.py`)
     glances: bool = False  # whether its code looks at anything that it computes (`extremes.py`)
     reads: dict[str, Any] = field(default_factory=dict)  # what a loss reads and is in the first worker (`alike.py`)
+    records: dict[str, Any] = field(default_factory=dict)  # sums over some that the first worker has read
 
     @property
     def needs_shards(self) -> bool:

@@ -25,8 +25,9 @@ import torch
 
 from trueline import events
 from trueline.data.loading.random_state import generator_state, single_states
-from trueline.data.loading.seeding import SeededReader, preserve_generators, seed_all
-from trueline.data.loading.worker_pool import ReaderClient, ReaderPool
+from trueline.data.loading.seeding import preserve_generators, seed_all
+from trueline.data.loading.worker_pool import ReadMemory
+from trueline.data.source import Readable
 from trueline.engine.contract import parse_ref
 from trueline.errors import UsageError, join_names
 from trueline.parallel.ddp import list_used
@@ -48,8 +49,7 @@ ATTEMPTS = 3  # choices of records: some may be damaged
 PARAMETERS, ELEMENTS = 8, 1 << 20  # the last parameters whose gradients are compared, and the most elements of one
 KEPT = 1 << 16  # elements of a gradient that are kept: seven whole ones would be the most memory that a worker ever has
 TOLERANCE, ON_DEVICE, IN_HALF = 1e-4, 5e-3, 3e-2  # of loss and gradients: float32, with TF32, in half precision
-IN_DOUBLE = 1e-9
-LARGE = 1e4  # a gradient that is clipped if anything is
+IN_DOUBLE, LARGE = 1e-9, 1e4  # in double precision; a gradient that is clipped if anything is
 SCALE = 2.0**16  # of a loss whose gradients show whether something clips them
 Batches = Generator[StepBatch, None, None]
 
@@ -59,7 +59,7 @@ class TrialInputs:
     """What is tried, and the options of the job."""
 
     model: torch.nn.Module
-    reader: SeededReader | ReaderPool | ReaderClient
+    reader: Readable
     num_records: int
     global_batch: int
     seed: int
@@ -72,8 +72,8 @@ class TrialInputs:
     total_steps: int = 1
     hidden_steps: int = 0
     """Of a job whose loss is not given its step, as a recipe's: a counter in a buffer may show it."""
-    on_read: Callable[[], object] = lambda: None
-    """Called when records are read for a fork: the worker is not stuck."""
+    on_read: Callable[[], object] = lambda: None  # called when records are read for a fork: the worker is not stuck
+    kept: ReadMemory | None = None  # what forks have read
 
     @property
     def most(self) -> int:

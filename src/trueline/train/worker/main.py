@@ -34,7 +34,7 @@ from trueline.errors import CheckpointError, UsageError
 from trueline.parallel.exchange import is_collective
 from trueline.recipe.contract import Recipe
 from trueline.recipe.load import load_recipe
-from trueline.train import devices, dynamo
+from trueline.train import devices, dynamo, records
 from trueline.train import settings as job_settings
 from trueline.train.elastic import Elastic
 from trueline.train.job_dir import JobDir
@@ -146,7 +146,8 @@ def build(parts: WorkerParts, settings: JobSettings, job_dir: Path) -> Elastic:
     if not is_replacement() and joined.needs_trial(model, optimizer, scheduler):
         steps = settings.epochs * -(-source.num_records // settings.global_batch)
         rehearsal.expect_same_after_join(lambda: _make_step(recipe, model, options), model, steps)
-    facts = {"recipe": {"name": recipe.name, "digest": recipe.digest}, "data": source.fingerprint()}
+    records.expect_same_files(data := source.fingerprint())
+    facts = {"recipe": {"name": recipe.name, "digest": recipe.digest}, "data": data}
     if settings.weights:
         facts["weights"] = settings.started_from
     if fills := getattr(source, "fills", None):

@@ -13,10 +13,12 @@ import torch
 from trueline import events
 from trueline.data.loading import seeding
 from trueline.data.loading.seeding import SeededReader
+from trueline.data.loading.worker_pool import ReadMemory
 from trueline.data.source import Batch, Source
 from trueline.errors import RecipeError
 from trueline.recipe.contract import Recipe
-from trueline.train import devices
+from trueline.train import devices, records
+from trueline.train.job_dir import note_trial
 from trueline.train.link.grpc_client import is_replacement
 from trueline.train.rehearsal import fork, kept
 from trueline.train.rehearsal.alike import AlikeTrial, load_traits, settle_traits, wants_comparing
@@ -40,12 +42,14 @@ class RecipeTrial:
         self._recipe, self._model, self._source, self._settings = recipe, model, source, settings
         self._place = functools.partial(devices.place_batch, device=devices.of_model(model))
         self._reader = SeededReader(source, settings.seed, self._place)
-        self._options = Options.of(settings)
+        self._options, self._kept = Options.of(settings), ReadMemory()
 
     def find_traits(self) -> ModelTraits:
         """What the trials of model and loss show; if they fail, what the module types do. Raises UsageError if the loss
         is not that of the job's first worker."""
-        settled = load_traits(model_traits.read_traits(self._model))
+        settled, reads = load_traits(model_traits.read_traits(self._model)), (self._reader, self._source.num_records)
+        if settled is not None:
+            records.compare_with_first(settled.records, *reads)
         if settled is not None and is_replacement():  # it takes the others' rate, and has no time to lose
             return self._compare(settled, {})
         leaves = AlikeTrial(self._make_trial(), self._list_spaces)
@@ -61,8 +65,14 @@ class RecipeTrial:
             if self._try_loss(tried):
                 self._try_further(tried.traits)
                 drawn = tried.traits.draws or traits.draws
-                settled = settle_traits(dataclasses.replace(tried.traits, rate=traits.rate, draws=drawn))
-        return self._compare(settled or settle_traits(dataclasses.replace(traits, whole=True)), leaves.reads)
+                settled = self._settle(dataclasses.replace(tried.traits, rate=traits.rate, draws=drawn))
+        return self._compare(settled or self._settle(dataclasses.replace(traits, whole=True)), leaves.reads)
+
+    def _settle(self, traits: ModelTraits) -> ModelTraits:
+        sums = records.measure_records(self._reader, self._source.num_records)
+        settled = settle_traits(dataclasses.replace(traits, records=sums))
+        records.expect_same_records(settled.records, sums)
+        return settled
 
     def _loss_of(self, batch: Batch | StepBatch) -> torch.Tensor:
         return self._recipe.loss(call_model(self._model, batch.inputs), batch.labels)
@@ -72,6 +82,7 @@ class RecipeTrial:
             model=self._model, reader=self._reader, num_records=self._source.num_records, seed=self._settings.seed,
             global_batch=self._settings.global_batch, options=self._options, attempt=attempt,
             hidden_steps=self._settings.epochs * -(-self._source.num_records // self._settings.global_batch),
+            kept=self._kept,
         ))  # fmt: skip
 
     def _try_fresh(self) -> FreshTrial | None:
@@ -130,6 +141,7 @@ class RecipeTrial:
 
     def _try_loss(self, tried: trial.LossTrial) -> bool:
         """Whether the recipe's functions take the batches of the trial. Raises what the trial finds."""
+        note_trial("whole and in parts, and at later steps")
         memory, ids = kept.KeptNames(self._model, self._list_spaces), np.empty(0, np.int64)
         memory.begin()
         with contextlib.closing(tried.batches()) as batches:
