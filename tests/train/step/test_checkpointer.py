@@ -12,6 +12,7 @@ from trueline import events
 from trueline.checkpoint import checkpoint
 from trueline.checkpoint.snapshot import Snapshot
 from trueline.errors import DiskFull, StorageError
+from trueline.train.step import checkpointer
 from trueline.train.step import checkpointer as checkpointing
 from trueline.train.step.checkpointer import Checkpointer, choose_shelf_bytes
 from worlds.waiting import until
@@ -187,12 +188,31 @@ def test_a_store_that_fails_costs_a_warning_and_the_next_checkpoint_tries_again(
     assert checkpoint.steps("memory://throttled") == [2]
 
 
-def test_a_last_checkpoint_that_cannot_be_written_is_an_error(monkeypatch):
+def test_a_last_checkpoint_that_cannot_be_written_is_an_error(monkeypatch, said):
+    monkeypatch.setattr(checkpointer, "LAST_S", 0.0)
     job = Job(Checkpointer("memory://closed", {}, every=0))
     job.step()
     monkeypatch.setattr(checkpoint, "write", lambda *_, **__: (_ for _ in ()).throw(Throttled("slow down")))
     with pytest.raises(StorageError, match="Throttled: slow down"):
         job.complete()
+    assert said == [("checkpoint.failed", 1)] * 3
+
+
+@pytest.mark.parametrize("failures", [1, 2])
+def test_a_store_that_fails_for_a_moment_does_not_fail_the_last_checkpoint_of_a_job(failures, tmp_path, monkeypatch):
+    """The training of weeks would end with an error, and its last steps would be taken again."""
+    monkeypatch.setattr(checkpointer, "LAST_S", 0.0)
+    job, write, left = Job(Checkpointer(tmp_path, {}, every=0)), checkpoint.write, [OSError(5, "failed")] * failures
+    job.step()
+
+    def fail_first(*given, **named):
+        if left:
+            raise left.pop()
+        return write(*given, **named)
+
+    monkeypatch.setattr(checkpoint, "write", fail_first)
+    job.complete()
+    assert checkpoint.steps(tmp_path) == [1]
 
 
 def test_a_checkpoint_counts_even_when_older_ones_cannot_be_removed(tmp_path, monkeypatch, said):

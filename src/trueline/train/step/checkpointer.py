@@ -43,6 +43,8 @@ from trueline.version import __version__
 SHELF_BYTES = 96 << 20
 ROOM_S, TRY_S = 0.2, 10.0
 """How often a full disk is looked at, and how often a checkpoint is tried whatever that says."""
+LAST_TRIES, LAST_S = 3, 1.0
+"""How often the job's last checkpoint is tried while the store fails, and how long apart."""
 
 
 class Checkpointer:
@@ -217,12 +219,13 @@ class Checkpointer:
     def complete(self, replica: Replica, link: ProgressReporter) -> None:
         """Returns when the last step's state is stored, even if its first writer has died. Raises StorageError."""
         self._join()
-        self._last = True
-        while self._saved != _identify(replica.ledger.as_tree()):
+        self._last, left = True, LAST_TRIES
+        while self._saved != _identify(replica.ledger.as_tree()) and left:
             self._begin(replica, link)
             self._join()
-            if not isinstance(self._failure, DiskFull):
-                break
+            if self._failure is not None and not isinstance(self._failure, DiskFull):
+                left -= 1
+                time.sleep(LAST_S if left else 0.0)
         if self._failure is not None:
             raise self._failure
         until = time.monotonic() + PATIENCE_S
