@@ -28,6 +28,14 @@ _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 _NO_EXCHANGE = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP, errno.EPERM)
 """Errors of renameat2(2) on a file system or kernel that cannot exchange two names."""
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
+_BROKEN = "look at the disk or its connection (dmesg), or write to another one, and try again"
+_TOO_MANY = "raise the limit of open files (ulimit -n), or have the code close those that it opens, and try again"
+_NEXT_ACTS = {
+    **dict.fromkeys((errno.EIO, errno.ESTALE, errno.ENXIO, errno.ENODEV, errno.ETIMEDOUT), _BROKEN),
+    **dict.fromkeys((errno.EMFILE, errno.ENFILE), _TOO_MANY),
+    **dict.fromkeys((errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG), "choose another folder"),
+}
+"""What to do about an error of the system."""
 _NO_LINKS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS)
 """Errors of link(2) on a file system without hard links."""
 
@@ -174,7 +182,8 @@ def storage_error(error: OSError, path: Path) -> StorageError:
         return StorageError(
             f"cannot write {path}: {error.strerror}; nothing was changed", hint="choose a folder that you may write to"
         )
-    return StorageError(f"writing {path} failed: {error.strerror or error}; nothing was changed")
+    hint = _NEXT_ACTS.get(error.errno or 0, "")
+    return StorageError(f"writing {path} failed: {error.strerror or error}; nothing was changed", hint=hint)
 
 
 def free_space(path: Path) -> str:

@@ -302,6 +302,8 @@ def test_the_cache_lies_where_the_environment_says_and_else_in_the_home_folder(t
 
 OTHER_DISK = "free some space, or write to another disk, and try again"
 OTHER_FOLDER = "choose a folder that you may write to"
+BROKEN_DISK = "look at the disk or its connection (dmesg), or write to another one, and try again"
+OPEN_FILES = "raise the limit of open files (ulimit -n), or have the code close those that it opens, and try again"
 
 
 @pytest.mark.parametrize(
@@ -317,7 +319,11 @@ OTHER_FOLDER = "choose a folder that you may write to"
         (errno.EROFS, "cannot write {path}: the reason; nothing was changed", OTHER_FOLDER),
         (errno.EACCES, "cannot write {path}: the reason; nothing was changed", OTHER_FOLDER),
         (errno.EPERM, "cannot write {path}: the reason; nothing was changed", OTHER_FOLDER),
-        (errno.EIO, "writing {path} failed: the reason; nothing was changed", ""),
+        (errno.EIO, "writing {path} failed: the reason; nothing was changed", BROKEN_DISK),
+        (errno.ESTALE, "writing {path} failed: the reason; nothing was changed", BROKEN_DISK),
+        (errno.EMFILE, "writing {path} failed: the reason; nothing was changed", OPEN_FILES),
+        (errno.ENOTDIR, "writing {path} failed: the reason; nothing was changed", "choose another folder"),
+        (errno.EINVAL, "writing {path} failed: the reason; nothing was changed", ""),
     ],
 )
 def test_what_a_disk_refuses_is_said_with_the_path_and_what_to_do(tmp_path, monkeypatch, number, message, hint):
