@@ -4,6 +4,7 @@ step; what only looks does not disturb it."""
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +17,7 @@ from torch.utils.data import TensorDataset
 
 from trueline.errors import UsageError
 from trueline.train.elastic import Elastic
+from trueline.train.rehearsal import kept
 from worlds.cases import few
 
 pytestmark = pytest.mark.slow
@@ -278,3 +280,73 @@ def test_another_module_with_numbers_that_are_none_is_not_taken_for_changed():
     nn.init.constant_(world.kept.weight, torch.nan)
     with pytest.raises(UsageError, match=r"the loop changes another module \(Linear\)"):
         world.train(lambda world: world.kept.weight.data.fill_(float(world.applied)))
+
+
+def warm_up(count: str) -> None:
+    """A loop whose warmup is over after seven batches of any kind, by a count of its own."""
+    inputs = torch.randn(60, 4, generator=torch.Generator().manual_seed(0))
+    model = nn.Linear(4, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    data = TensorDataset(inputs, (inputs[:, 0] > 0).long())
+    job, clock = Elastic(model, optimizer, data, global_batch=20, epochs=4), itertools.count(1)
+    for number, batch in enumerate(job):
+        now = {"enumerate": number + 1, "the step": batch.step + 1, "the job": job.steps + 1}.get(count) or next(clock)
+        for group in optimizer.param_groups:
+            group["lr"] = 0.1 * min(1.0, now / 7)
+        job.step(torch.nn.functional.cross_entropy(model(batch.inputs), batch.labels))
+    assert job.steps == 12
+
+
+@pytest.mark.parametrize("count", ["enumerate", "an iterator"])
+def test_a_warmup_by_a_count_of_the_loop_is_refused_though_it_would_be_over_at_late_steps(count):
+    """The survivors of a death repeat a batch, and a worker that joins begins to count."""
+    with pytest.raises(UsageError, match="by what it counts or keeps itself: after another batch they are"):
+        warm_up(count)
+
+
+@pytest.mark.parametrize("count", ["the step", "the job"])
+def test_a_warmup_by_the_step_trains(count):
+    warm_up(count)
+
+
+def test_an_iterator_that_counts_is_also_tried_as_it_was_before_the_first_batch():
+    clock, held = itertools.count(3), []
+    first = kept._keep(clock)
+    for _ in range(5):
+        next(clock)
+    with kept._begin_again(clock, first, held.append):
+        assert next(held[0]) == 3
+    assert held[1:] == [clock]
+    assert kept._keep(itertools.count(0.5)) is None
+
+
+def add_later(use: Callable[[int, Any], bool], *, epochs: int = 4) -> None:
+    """A loop that adds to its loss as `use` says of the number of its batch and of the batch."""
+    inputs = torch.randn(60, 4, generator=torch.Generator().manual_seed(0))
+    model = nn.Linear(4, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    job = Elastic(model, optimizer, TensorDataset(inputs, (inputs[:, 0] > 0).long()), global_batch=20, epochs=epochs)
+    for number, batch in enumerate(job):
+        loss = nn.functional.cross_entropy(model(batch.inputs), batch.labels)
+        job.step(loss + 0.1 * model.weight.abs().sum() if use(number, batch) else loss)
+    assert job.steps == 12
+
+
+@pytest.mark.parametrize(
+    ("use", "why"),
+    [
+        (lambda number, _: number > 1000, r"the loss uses the number of enumerate\(...\), which each batch changes"),
+        (lambda number, _: number < 12, "it is not made of its parts"),
+        (lambda number, _: number < 3, "once other batches were computed"),
+    ],
+)
+def test_a_loss_that_follows_from_the_number_of_its_batch_in_the_loop_is_refused(use, why):
+    """A worker that joins begins with 0, and a step that is repeated has two numbers."""
+    with pytest.raises(UsageError, match=why):
+        add_later(use, epochs=1000)
+
+
+def test_a_number_of_batches_that_is_only_logged_or_is_the_place_of_something_trains():
+    add_later(lambda _, batch: batch.step > 6)
+    names = [str(at) for at in range(200)]
+    add_later(lambda number, batch: not names[number])

@@ -57,6 +57,29 @@ class AppliedTrial:
         self._strange: list[torch.Tensor] = []
         """Tensors that the loss trains and the model does not have."""
         self._place: places.KeptPlace | None = None
+        self._counts = places.list_enumerates()
+
+    def expect_one_rule(self, batches: Generator[StepBatch, None, None]) -> Generator[StepBatch, None, None]:
+        """Batches before these, in which no step is applied. Raises UsageError if the optimizer's numbers are others in
+        the first of the same step: a warmup by a count of the loop's own may be over by the late ones."""
+        first: tuple[int, list[float]] | None = None
+        begins = True
+        for batch in batches:
+            yield batch
+            found = batch.step, self._settings.values()
+            first = first or found
+            begins = begins and found[0] == first[0]
+            if begins and (fault := self._compare_rules(first[1], found[1], "another batch")):
+                raise fault
+
+    def _compare_rules(self, before: list[float], now: list[float], when: str) -> UsageError | None:
+        if before == now:
+            return None
+        return UsageError(
+            f"the loop sets the optimizer's numbers (a learning rate) by what it counts or keeps itself: after {when} "
+            f"they are {now} instead of {before} for the same step",
+            hint=_SCHEDULE,
+        )
 
     def batches(self) -> Generator[StepBatch, None, None]:
         trial, self._tried.after = self._inputs, self.take
@@ -71,6 +94,12 @@ class AppliedTrial:
         self._note(self._find_rule_of_losses())
         for place, changed in self._memory.list_changes() if self.fault is None else ():
             with changed:
+                self._place = place
+                yield from self._one(first, step)
+                self._find_use(place)
+        for place in self._counts if self.fault is None else ():
+            for number in (0, trial.total_steps - 1):  # not beyond: a list of the loop's may have an end
+                place.put(number)
                 self._place = place
                 yield from self._one(first, step)
                 self._find_use(place)
@@ -145,11 +174,7 @@ class AppliedTrial:
         self, loss: kept.Shown, settings: list[float], again: kept.Shown, settings_again: list[float]
     ) -> UsageError | None:
         if settings != settings_again:
-            return UsageError(
-                "the loop sets the optimizer's numbers (a learning rate) by what it counts or keeps itself: after a "
-                f"step that was applied they are {settings_again} instead of {settings} for the same step",
-                hint=_SCHEDULE,
-            )
+            return self._compare_rules(settings, settings_again, "a step that was applied")
         apart = abs(loss[0] - again[0]) > max(self._tolerance / 10, 1e-9) * max(abs(loss[0]), abs(again[0]))
         if math.isfinite(loss[0]) and (apart or not kept.is_same(loss, again)):
             return UsageError(

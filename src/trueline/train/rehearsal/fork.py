@@ -197,7 +197,7 @@ def _rehearse(
         _begin_fork(parent)
         trial.inputs = replace(trial.inputs, reader=ReaderClient(line))
         try:
-            yield from trial.batches()
+            yield from trial.batches() if after is None else after.expect_one_rule(trial.batches())
             found = trial.answer()
         except (UsageError, RecipeError) as error:
             found = _encode(error)
