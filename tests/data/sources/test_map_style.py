@@ -113,6 +113,29 @@ def test_the_fingerprint_changes_with_the_records_and_not_with_random_augmentati
     assert restless.fingerprint() == restless.fingerprint()
 
 
+def test_a_record_that_fails_for_a_moment_changes_no_fingerprint_and_one_that_always_fails_ends_no_job() -> None:
+    """Every worker makes it, also one that joins: a step finds a damaged record, and sets it aside."""
+    failures = [OSError(5, "failed"), OSError(5, "failed")]
+
+    def flaky(index: int) -> Any:
+        if failures and index == 0:
+            raise failures.pop()
+        return torch.tensor([float(index)]), index
+
+    source = DatasetSource(Items(flaky), mode="training")
+    found = source.fingerprint()
+    assert failures == []
+    assert found == source.fingerprint()
+
+    def torn(index: int) -> Any:
+        if index == 0:
+            raise OSError(5, "failed")
+        return flaky(index)
+
+    damaged = DatasetSource(Items(torn), mode="training")
+    assert damaged.fingerprint() == damaged.fingerprint() != found
+
+
 def test_a_dataset_without_records_or_length_is_refused() -> None:
     with pytest.raises(DataError, match="has no records"):
         DatasetSource([], mode="training")

@@ -40,3 +40,51 @@ def test_what_an_evaluation_draws_is_of_its_chunk_and_leaves_the_generators_alon
     drawn = torch.rand(1).item()
     torch.manual_seed(1)
     assert torch.rand(1).item() == drawn
+
+
+class Numbers:
+    """Records 0 to 39; a label is whether the number is even."""
+
+    num_records = 40
+
+    def read(self, indices):
+        numbers = torch.from_numpy(indices.astype("float32"))[:, None]
+        return Batch(numbers, (numbers[:, 0] % 2 == 0).long())
+
+
+def try_metric(function):
+    recipe = SimpleNamespace(loss=lambda outputs, _: outputs.mean(), metrics=lambda: {"rate": function})
+    measure.expect_no_memory(measure.make_measure(recipe, torch.nn.Identity(), Numbers()), Numbers.num_records)
+
+
+def test_a_metric_that_counts_what_it_was_given_before_is_refused_as_workers_measure_other_records():
+    """It would choose another best checkpoint, or stop at another step, for another number of workers."""
+    seen = []
+
+    def average(outputs, labels):
+        seen.extend((outputs[:, 0] > 11).tolist())
+        return sum(seen) / len(seen)
+
+    with pytest.raises(errors.RecipeError, match=r"metric rate of records 0 to 5 .* is 0, and 0") as no:
+        try_metric(average)
+    assert "keep nothing" in no.value.hint
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda outputs, _: outputs[:, 0] > 11,
+        lambda outputs, _: outputs.mean(),
+        lambda outputs, _: torch.rand(len(outputs)),
+        lambda outputs, _: outputs.mean() * float("nan"),
+    ],
+)
+def test_metrics_of_their_records_are_measured_also_those_that_draw(function):
+    try_metric(function)
+
+
+def test_records_that_cannot_be_measured_are_left_to_the_evaluation():
+    def fail(outputs, _):
+        raise OSError("record 3 is gone")
+
+    try_metric(fail)

@@ -9,6 +9,7 @@ import copy
 import hashlib
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,7 @@ from trueline.data.order.permutation import Indices
 from trueline.data.source import Batch, Mode, Unit, check_indices
 from trueline.errors import DataError, UsageError
 
-_SAMPLES = 8
+_SAMPLES, TRIES = 8, 3
 
 
 class DatasetSource:
@@ -94,16 +95,22 @@ class DatasetSource:
 
     def fingerprint(self) -> str:
         """Over type, length and a few items, read twice with seeded generators. Of items that still differ, since they
-        draw from a generator of their own, only the form counts."""
+        draw from a generator of their own, only the form counts, and of those that cannot be read nothing."""
         digest = hashlib.sha256(f"{self._kind}:{self.num_records}".encode())
         for index in sorted({round(at) for at in np.linspace(0, self.num_records - 1, _SAMPLES)}):
             items = []
             for _ in range(2):
-                with seed_generators(0):
-                    items.append(self._item(index))
+                items.append(self._item_patiently(index))
             first, second = (b"".join(_bytes_of(item)) for item in items)
             digest.update(first if first == second else b"".join(_bytes_of(items[0], content=False)))
         return digest.hexdigest()
+
+    def _item_patiently(self, index: int) -> Any:
+        """None for one that cannot be read: its step sets it aside, and an error that passes ends no job."""
+        for _ in range(TRIES):
+            with suppress(DataError), seed_generators(0):
+                return self._item(index)
+        return None
 
     def _items(self, numbers: list[int]) -> Sequence[Any]:
         dataset = self._dataset

@@ -49,7 +49,7 @@ from trueline.train.step.optimizer_step import OptimizerStep
 from trueline.train.step.options import Options
 from trueline.train.step.validation import Rule, Surround, Validation, keep_exchange
 from trueline.train.worker import failure
-from trueline.train.worker.measure import call_model, make_measure
+from trueline.train.worker.measure import call_model, expect_no_memory, make_measure
 from trueline.train.worker.recipe_trial import RecipeTrial
 
 
@@ -184,6 +184,9 @@ def validation_of(recipe: Recipe, model: torch.nn.Module, settings: JobSettings)
             sums = compute(start, stop)
         return [sums["loss"], *(sums[f"metric {name}"] for name in names)]
 
+    if not is_replacement():
+        with model_traits.evaluating(model):
+            expect_no_memory(compute, source.num_records)
     return Validation(rule=rule, num_records=source.num_records, names=names, measure=measure)
 
 

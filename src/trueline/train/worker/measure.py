@@ -1,17 +1,22 @@
 """A model's outputs for records, and the sums of the recipe's loss and metrics over them."""
 
+import math
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import torch
 
+from trueline import events
 from trueline.data.loading.seeding import seed_generators
 from trueline.data.source import Source
 from trueline.errors import RecipeError
 from trueline.recipe.contract import Recipe
 from trueline.recipe.eager_mode import as_trained
 from trueline.train import devices
+
+TOGETHER, CHUNKS = 6, 5
+"""Records that a metric is tried with at once, and how many times as many."""
 
 
 def call_model(model: torch.nn.Module, inputs: Any) -> Any:
@@ -48,6 +53,30 @@ def make_measure(
             return sums if outcomes is None else sums | outcomes(start, stop, outputs, records.labels)
 
     return measure
+
+
+def expect_no_memory(measure: Callable[[int, int], dict[str, float]], num_records: int) -> None:
+    """Raises RecipeError if a metric of some records is another one after others were measured: each worker measures
+    other records of an evaluation. What cannot be measured is left to the first evaluation."""
+    chunks = [(at, min(at + TOGETHER, num_records)) for at in range(0, num_records, TOGETHER)][:CHUNKS]
+    try:
+        once, again = ([measure(*chunk) for chunk in chunks] for _ in range(2))
+    except RecipeError:
+        raise
+    except Exception as error:  # noqa: BLE001  a damaged record may raise anything
+        events.emit("evaluation.untried", why=f"{type(error).__name__}: {error}")
+        return
+    for (start, stop), sums, others in zip(chunks, once, again, strict=True):
+        for name, value in sums.items():
+            first, then = value / (stop - start), others[name] / (stop - start)
+            if math.isfinite(first) and not math.isclose(first, then, rel_tol=1e-4, abs_tol=1e-6):
+                raise RecipeError(
+                    f"{name} of records {start} to {stop - 1} of the evaluation is {first:.6g}, and {then:.6g} after "
+                    "others were measured: it keeps something from one batch to the next, and each worker measures "
+                    "other batches",
+                    hint="return one value for each record, or their mean, and keep nothing: the mean over all records "
+                    "of an evaluation is taken by the job",
+                )
 
 
 def sum_values(name: str, values: Any, count: int) -> float:
