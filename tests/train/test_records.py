@@ -70,8 +70,18 @@ def test_records_that_fail_or_change_by_themselves_are_left_to_their_steps():
 
 def test_slow_records_are_compared_as_far_as_the_time_lets():
     found = measure(Numbers(), most_s=0.0)
-    assert len(found) == records.TOGETHER
+    assert len(found) == 1
     assert found.keys() <= measure(Numbers(), most_s=60).keys()
+
+
+def test_large_records_are_read_one_by_one(monkeypatch):
+    monkeypatch.setattr(records, "MOST_BYTES", 100)
+    source, asked = open_training(Numbers()), []
+    reader = SeededReader(source, 0)
+    read = reader.read
+    reader.read = lambda ids, *, epoch: asked.append(len(ids)) or read(ids, epoch=epoch)
+    assert len(records.measure_records(reader, 5)) == 5
+    assert asked == [1] * 10
 
 
 def test_a_file_that_is_replaced_while_a_job_trains_is_refused_until_the_next_launch(tmp_path, monkeypatch):

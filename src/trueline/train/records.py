@@ -21,8 +21,8 @@ from trueline.errors import DataError
 from trueline.full_disk import write_when_room
 from trueline.train.job_dir import JobDir, current_job
 
-MOST, TOGETHER = 256, 8
-"""Records that are compared, and of one read."""
+MOST, TOGETHER, MOST_BYTES = 256, 8, 64 << 20
+"""Records that are compared, and of one read, unless they are larger; then it is one."""
 LOOK_S, JOIN_S = 0.25, 0.05
 """For how long the first worker of a job reads records for that, and those that compare."""
 APART = 1e-5
@@ -58,17 +58,24 @@ def measure_records(reader: Readable, num_records: int, most_s: float = LOOK_S) 
     spread = np.linspace(0, num_records - 1, min(MOST, num_records)).astype(np.int64)
     ids = np.random.default_rng(5).permutation(np.unique(spread))
     found: Sums = {}
-    until = time.monotonic() + most_s
-    for start in range(0, len(ids), TOGETHER):
-        some = ids[start : start + TOGETHER]
+    until, together = time.monotonic() + most_s, 1
+    while len(ids):
+        some, ids = ids[:together], ids[together:]
         try:
-            once, again = (_sum_rows(reader.read(some, epoch=0), len(some)) for _ in range(2))
+            batch = reader.read(some, epoch=0)
+            together = TOGETHER if count_bytes(batch) // len(some) * TOGETHER <= MOST_BYTES else 1
+            once, again = _sum_rows(batch, len(some)), _sum_rows(reader.read(some, epoch=0), len(some))
         except Exception:  # noqa: BLE001  a damaged record may raise anything; its step finds it
             once = again = []
         found |= {str(index): row for index, row, other in zip(some, once, again, strict=False) if row == other}
         if time.monotonic() > until:
             break
     return found
+
+
+def count_bytes(batch: Batch) -> int:
+    leaves = torch.utils._pytree.tree_leaves((batch.inputs, batch.labels))
+    return sum(leaf.nbytes for leaf in leaves if isinstance(leaf, torch.Tensor) and not leaf.is_sparse)
 
 
 def _sum_rows(batch: Batch, count: int) -> list[list[float]]:
