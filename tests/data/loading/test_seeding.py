@@ -10,10 +10,11 @@ import pytest
 import torch
 
 from trueline.data.loading.seeding import SeededReader, seed_all
+from trueline.data.open import open_training
 from trueline.data.order.record_orders import WeightedOrder
 from trueline.data.source import Batch
 from trueline.data.sources.mixture import SampledDataset, SampledSource
-from trueline.errors import UsageError
+from trueline.errors import DataError, UsageError
 
 RECORDS = 20
 
@@ -155,3 +156,34 @@ def test_numbers_that_are_drawn_once_for_all_records_are_no_draws_of_each() -> N
     first, again = (read(reader, 3, 4, 5) for _ in range(2))
     assert first == again
     assert not reader.drawing
+
+
+class Flaky(torch.utils.data.Dataset):
+    """Records that draw; `failures`: how often the next reads of record 3 fail, after it has drawn."""
+
+    def __init__(self):
+        self.failures = 0
+
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, index):
+        drawn = torch.rand(2)
+        if index == 3 and self.failures:
+            self.failures -= 1
+            raise OSError(5, "failed")
+        return drawn, index
+
+
+def test_records_that_cannot_be_read_for_a_moment_are_read_again_with_the_numbers_that_they_would_have_drawn():
+    flaky = Flaky()
+    reader, ids = SeededReader(open_training(flaky), 7), np.array([1, 3, 5])
+    wanted = reader.read(ids, epoch=2)
+    flaky.failures = 1
+    found = reader.read(ids, epoch=2)
+    assert flaky.failures == 0
+    assert torch.equal(found.inputs, wanted.inputs)
+    flaky.failures = 5
+    with pytest.raises(DataError, match="record 3 of dataset"):
+        reader.read(ids, epoch=2)
+    assert flaky.failures == 5 - 2 * 2, "each time alone too, for its name"

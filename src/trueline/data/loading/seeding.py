@@ -8,6 +8,7 @@ generators are not detected.
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -20,6 +21,8 @@ from trueline.data.source import Batch, CollatesBatches, Ordered, Prefetching, S
 from trueline.errors import DataError, UsageError
 
 _WORD = 0xFFFFFFFF
+AGAIN_S = 0.05
+"""After which records that cannot be read are read once more."""
 OTHERS, TRIES_APART = 2, 6
 """Records beside the first one in a batch in which mixing shows, and how often random mixing is looked for."""
 
@@ -88,6 +91,10 @@ class SeededReader:
         here, self._here = self._here, None
         if here is not None and here[0] == epoch and (here[1] is indices or np.array_equal(here[1], indices)):
             return here[2]
+        try:
+            return self._read(indices, epoch=epoch)
+        except DataError:
+            time.sleep(AGAIN_S)  # an error of a disk or a network may pass; it would end the job
         return self._read(indices, epoch=epoch)
 
     def read_ahead(self, indices: Indices, *, epoch: int) -> Batch | None:
