@@ -30,7 +30,7 @@ class Numbers(torch.utils.data.Dataset):
 
 def measure(dataset, **how):
     source = open_training(dataset)
-    return records.measure_records(SeededReader(source, 0), source.num_records, **how)
+    return records.measure_records(SeededReader(source, 0), records.choose_records(source.num_records), **how)
 
 
 def test_a_worker_that_reads_another_record_than_the_first_one_is_refused_with_its_number():
@@ -80,7 +80,7 @@ def test_large_records_are_read_one_by_one(monkeypatch):
     reader = SeededReader(source, 0)
     read = reader.read
     reader.read = lambda ids, *, epoch: asked.append(len(ids)) or read(ids, epoch=epoch)
-    assert len(records.measure_records(reader, 5)) == 5
+    assert len(records.measure_records(reader, np.arange(5))) == 5
     assert asked == [1] * 10
 
 
@@ -98,5 +98,14 @@ def test_outside_of_a_job_there_is_nobody_to_compare_with(tmp_path, monkeypatch)
     monkeypatch.delenv("TRUELINE_JOB", raising=False)
     monkeypatch.chdir(tmp_path)
     records.expect_same_files("0123")
-    records.compare_with_first({}, SeededReader(open_training(Numbers()), 0), 600)
+    records.compare_with_first({}, SeededReader(open_training(Numbers()), 0))
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_worker_whose_forerunner_died_reads_only_records_that_the_first_one_has_read(monkeypatch):
+    """A record may kill the process that reads it; the trial then chooses others too."""
+    first = measure(Numbers(), most_s=60)
+    monkeypatch.setenv("TRUELINE_REF", "worker-1.2")
+    assert measure(Numbers()) == {}
+    deadly = set(range(600)) - {int(index) for index in first}
+    records.compare_with_first(first, SeededReader(open_training(Numbers(bad=deadly)), 0), most_s=60)

@@ -9,6 +9,7 @@ have records in memory, so the job would continue with a part of either.
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -16,7 +17,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from trueline.data.order.permutation import Indices
 from trueline.data.source import Batch, Readable
+from trueline.engine.contract import parse_ref
 from trueline.errors import DataError
 from trueline.full_disk import write_when_room
 from trueline.train.job_dir import JobDir, current_job
@@ -52,11 +55,18 @@ def expect_same_files(mine: str) -> None:
         )
 
 
-def measure_records(reader: Readable, num_records: int, most_s: float = LOOK_S) -> Sums:
-    """Sums over records at even distances, in an order of chance, as many as the time lets. Records that cannot be
-    read, or are others the second time, are left to the trials and to their step."""
+def choose_records(num_records: int) -> Indices:
+    """Records at even distances, in an order of chance. None after a worker of this slot has died: a record may kill
+    the process that reads it."""
+    if parse_ref(os.environ.get("TRUELINE_REF") or "worker-0.0")[2]:
+        return np.empty(0, np.int64)
     spread = np.linspace(0, num_records - 1, min(MOST, num_records)).astype(np.int64)
-    ids = np.random.default_rng(5).permutation(np.unique(spread))
+    return np.random.default_rng(5).permutation(np.unique(spread))
+
+
+def measure_records(reader: Readable, ids: Indices, most_s: float = LOOK_S) -> Sums:
+    """Sums over the records `ids`, as many as the time lets. Records that cannot be read, or are others the second
+    time, are left to the trials and to their step."""
     found: Sums = {}
     until, together = time.monotonic() + most_s, 1
     while len(ids):
@@ -105,7 +115,7 @@ def expect_same_records(first: Mapping[str, Sequence[float]], mine: Mapping[str,
         )
 
 
-def compare_with_first(first: Any, reader: Readable, num_records: int, *, most_s: float = LOOK_S) -> None:
-    """As `expect_same_records`, for what the first worker has left, which may be nothing."""
+def compare_with_first(first: Any, reader: Readable, *, most_s: float = LOOK_S) -> None:
+    """As `expect_same_records`, for what the first worker has left, which may be nothing; it has read these records."""
     if first:
-        expect_same_records(first, measure_records(reader, num_records, most_s))
+        expect_same_records(first, measure_records(reader, np.array([*map(int, first)], np.int64), most_s))

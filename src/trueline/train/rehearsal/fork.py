@@ -84,9 +84,8 @@ def try_loop(trial: LossTrial, shown: ModelTraits, optimizer_step: OptimizerStep
     """
     trial.inputs = replace(trial.inputs, kept=ReadMemory())
     trial.traits = load_traits(shown) or shown
-    reads = trial.inputs.reader, trial.inputs.num_records
     if trial.traits is not shown:
-        records.compare_with_first(trial.traits.records, *reads)
+        records.compare_with_first(trial.traits.records, trial.inputs.reader)
         yield from _compare(trial, optimizer_step.settings)
         return
     applied.check_schedulers(optimizer_step.optimizer, optimizer_step.scheduler)
@@ -114,7 +113,7 @@ def try_loop(trial: LossTrial, shown: ModelTraits, optimizer_step: OptimizerStep
         if wants_extremes(trial.inputs, trial.traits):
             yield from try_again(ExtremesTrial(trial, trial.traits.reduction), optimizer_step.settings)
     mine = trial.traits.reads
-    sums = records.measure_records(*reads)
+    sums = records.measure_records(trial.inputs.reader, records.choose_records(trial.inputs.num_records))
     trial.traits = settle_traits(replace(trial.traits, records=sums))
     records.expect_same_records(trial.traits.records, sums)
     if wants_comparing(mine, trial.traits.reads):

@@ -47,9 +47,9 @@ class RecipeTrial:
     def find_traits(self) -> ModelTraits:
         """What the trials of model and loss show; if they fail, what the module types do. Raises UsageError if the loss
         is not that of the job's first worker."""
-        settled, reads = load_traits(model_traits.read_traits(self._model)), (self._reader, self._source.num_records)
+        settled = load_traits(model_traits.read_traits(self._model))
         if settled is not None:
-            records.compare_with_first(settled.records, *reads)
+            records.compare_with_first(settled.records, self._reader)
         if settled is not None and is_replacement():  # it takes the others' rate, and has no time to lose
             return self._compare(settled, {})
         leaves = AlikeTrial(self._make_trial(), self._list_spaces)
@@ -69,7 +69,7 @@ class RecipeTrial:
         return self._compare(settled or self._settle(dataclasses.replace(traits, whole=True)), leaves.reads)
 
     def _settle(self, traits: ModelTraits) -> ModelTraits:
-        sums = records.measure_records(self._reader, self._source.num_records)
+        sums = records.measure_records(self._reader, records.choose_records(self._source.num_records))
         settled = settle_traits(dataclasses.replace(traits, records=sums))
         records.expect_same_records(settled.records, sums)
         return settled
