@@ -115,7 +115,7 @@ def expect_same_records(first: Mapping[str, Sequence[float]], mine: Mapping[str,
         )
 
 
-def compare_with_first(first: Any, reader: Readable, *, most_s: float = LOOK_S) -> None:
+def compare_with_first(first: Any, reader: Readable, *, most_s: float = JOIN_S) -> None:
     """As `expect_same_records`, for what the first worker has left, which may be nothing; it has read these records."""
     if first:
         expect_same_records(first, measure_records(reader, np.array([*map(int, first)], np.int64), most_s))
