@@ -39,14 +39,15 @@ def test_an_early_agent_that_no_launcher_takes_over_ends_with_its_block():
 def test_a_signal_before_the_job_has_begun_leaves_neither_agent_nor_folder(number, tmp_path):
     """Until the launcher takes over, nobody else would end the agent and remove its folder."""
     script = f"""
-import signal, time
+import signal
 from pathlib import Path
 from trueline.train.launch.preload import EarlyAgent
 
 signal.signal(signal.SIGINT, signal.default_int_handler)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 with EarlyAgent("allreduce", Path({str(TINY)!r})) as early:
     print(early._process.pid, flush=True)
-    time.sleep(60)
+    signal.pause()
 """
     env = {**os.environ, "TMPDIR": str(tmp_path)}
     with subprocess.Popen(
