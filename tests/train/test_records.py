@@ -30,7 +30,7 @@ class Numbers(torch.utils.data.Dataset):
 
 def measure(dataset, **how):
     source = open_training(dataset)
-    return records.measure_records(SeededReader(source, 0), records.choose_records(source.num_records), **how)
+    return records.measure_records(SeededReader(source, 0), records.choose_records(range(source.num_records)), **how)
 
 
 def test_a_worker_that_reads_another_record_than_the_first_one_is_refused_with_its_number():
@@ -102,10 +102,13 @@ def test_outside_of_a_job_there_is_nobody_to_compare_with(tmp_path, monkeypatch)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_worker_whose_forerunner_died_reads_only_records_that_the_first_one_has_read(monkeypatch):
-    """A record may kill the process that reads it; the trial then chooses others too."""
-    first = measure(Numbers(), most_s=60)
-    monkeypatch.setenv("TRUELINE_REF", "worker-1.2")
-    assert measure(Numbers()) == {}
-    deadly = set(range(600)) - {int(index) for index in first}
+def test_records_that_no_trial_has_read_are_not_compared() -> None:
+    """One of them may kill the process that reads it."""
+    read = {3, 17, *range(100, 140)}
+    chosen = records.choose_records(read)
+    assert sorted(chosen.tolist()) == sorted(read)
+    assert len(records.choose_records(range(10_000))) == records.MOST
+    assert len(records.choose_records(())) == 0
+    first = records.measure_records(SeededReader(open_training(Numbers()), 0), chosen, 60)
+    deadly = set(range(600)) - read
     records.compare_with_first(first, SeededReader(open_training(Numbers(bad=deadly)), 0), most_s=60)

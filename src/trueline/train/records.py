@@ -9,9 +9,8 @@ have records in memory, so the job would continue with a part of either.
 
 from __future__ import annotations
 
-import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -19,7 +18,6 @@ import torch
 
 from trueline.data.order.permutation import Indices
 from trueline.data.source import Batch, Readable
-from trueline.engine.contract import parse_ref
 from trueline.errors import DataError
 from trueline.full_disk import write_when_room
 from trueline.train.job_dir import JobDir, current_job
@@ -55,13 +53,12 @@ def expect_same_files(mine: str) -> None:
         )
 
 
-def choose_records(num_records: int) -> Indices:
-    """Records at even distances, in an order of chance. None after a worker of this slot has died: a record may kill
-    the process that reads it."""
-    if parse_ref(os.environ.get("TRUELINE_REF") or "worker-0.0")[2]:
-        return np.empty(0, np.int64)
-    spread = np.linspace(0, num_records - 1, min(MOST, num_records)).astype(np.int64)
-    return np.random.default_rng(5).permutation(np.unique(spread))
+def choose_records(read: Iterable[int]) -> Indices:
+    """Of the records that the trials have read, some at even distances, in an order of chance. Another one may kill the
+    process that reads it."""
+    known = np.array(sorted(read), np.int64)
+    spread = known[np.linspace(0, len(known) - 1, min(MOST, len(known))).astype(np.int64)]
+    return np.random.default_rng(5).permutation(spread)
 
 
 def measure_records(reader: Readable, ids: Indices, most_s: float = LOOK_S) -> Sums:

@@ -243,6 +243,8 @@ class ReadMemory:
         self._kept: dict[tuple[int, bytes], tuple[list[bytes], bytes]] = {}
         self._times: dict[tuple[int, bytes], int] = {}
         """How often the same was read; 0 after something else was."""
+        self.read = set[int]()
+        """All records that were read."""
 
     def find(self, indices: Indices, epoch: int) -> tuple[list[bytes], bytes] | None:
         """What was read of `indices`, packed; None: they are to be read."""
@@ -252,6 +254,7 @@ class ReadMemory:
     def note(self, indices: Indices, epoch: int, packed: tuple[Sequence[memoryview], bytes], took_s: float) -> None:
         """Keeps what was read in `took_s` seconds."""
         self._read_s += took_s
+        self.read.update(indices.tolist())
         key, found = (epoch, indices.tobytes()), ([bytes(tensor) for tensor in packed[0]], packed[1])
         size = len(found[1]) + sum(map(len, found[0]))
         if key in self._kept:

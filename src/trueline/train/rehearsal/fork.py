@@ -82,7 +82,7 @@ def try_loop(trial: LossTrial, shown: ModelTraits, optimizer_step: OptimizerStep
     `shown`: the traits by the module types. No batches, if another worker of the job has tried the loop. Raises what
     `LossTrial.batches` raises.
     """
-    trial.inputs = replace(trial.inputs, kept=ReadMemory())
+    trial.inputs = replace(trial.inputs, kept=(kept := ReadMemory()))
     trial.traits = load_traits(shown) or shown
     if trial.traits is not shown:
         records.compare_with_first(trial.traits.records, trial.inputs.reader)
@@ -113,7 +113,7 @@ def try_loop(trial: LossTrial, shown: ModelTraits, optimizer_step: OptimizerStep
         if wants_extremes(trial.inputs, trial.traits):
             yield from try_again(ExtremesTrial(trial, trial.traits.reduction), optimizer_step.settings)
     mine = trial.traits.reads
-    sums = records.measure_records(trial.inputs.reader, records.choose_records(trial.inputs.num_records))
+    sums = records.measure_records(trial.inputs.reader, records.choose_records(kept.read))
     trial.traits = settle_traits(replace(trial.traits, records=sums))
     records.expect_same_records(trial.traits.records, sums)
     if wants_comparing(mine, trial.traits.reads):

@@ -69,7 +69,7 @@ class RecipeTrial:
         return self._compare(settled or self._settle(dataclasses.replace(traits, whole=True)), leaves.reads)
 
     def _settle(self, traits: ModelTraits) -> ModelTraits:
-        sums = records.measure_records(self._reader, records.choose_records(self._source.num_records))
+        sums = records.measure_records(self._reader, records.choose_records(self._kept.read))
         settled = settle_traits(dataclasses.replace(traits, records=sums))
         records.expect_same_records(settled.records, sums)
         return settled
