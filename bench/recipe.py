@@ -13,7 +13,7 @@ from torch.utils.data import Dataset
 from _turns import baton
 
 name = "bench"
-SIZES = {"short": (192, 200, 400, 1), "long": (1280, 40, 1000, 2)}
+SIZES = {"short": (192, 200, 400, 1), "long": (1280, 60, 1000, 2)}
 """Records of a step, steps of an epoch, width and number of the hidden layers."""
 records, STEPS, WIDE, DEPTH = SIZES[os.environ.get("BENCH_STEP", "short")]
 global_batch = 2 * round(records / 2 * float(os.environ.get("BENCH_FACTOR", "1")))

@@ -185,7 +185,7 @@ def plain(folder: Path, steps: int, reading: str = "inside") -> Side:
 
 
 def elastic(folder: Path, steps: int, **settings: Any) -> Side:
-    """An undisturbed elastic job on two workers."""
+    """An undisturbed elastic job on two workers; `steps` is a multiple of those of an epoch."""
     batch, epoch_steps, *_ = recipe.SIZES[os.environ["BENCH_STEP"]]
     batch = 2 * round(batch / 2 * float(os.environ.get("BENCH_FACTOR", "1")))
     job_dir = folder / f"job-{time.monotonic_ns()}"
@@ -244,7 +244,7 @@ def compared(
 
 
 def steps_long(folder: Path, scale: int) -> tuple[Figures, list[Row]]:
-    return against_ddp(folder, scale, "long", "step_ratio", "<= 1.01", block=10, steps=55, aim_ms=100)
+    return against_ddp(folder, scale, "long", "step_ratio", "<= 1.01", block=10, steps=60, aim_ms=100)
 
 
 def steps_short(folder: Path, scale: int) -> tuple[Figures, list[Row]]:
@@ -320,7 +320,7 @@ def fresh(folder: Path) -> Path:
 def checkpoints(folder: Path, scale: int) -> tuple[Figures, list[Row]]:
     """Means, not medians: one step in ten is what may stall. A turn ends five steps after a checkpoint."""
     with environment(BENCH_STEP="long"):
-        steps = 120 if scale == 1 else 400
+        steps = 120 if scale == 1 else 420
         return compared(folder, "checkpoint_stall_ratio", "step, a checkpoint each 10 steps / none", "<= 1.05",
                         block=20, steps=steps, typical=statistics.fmean,
                         one=elastic(folder, steps, checkpoint_every=10),
@@ -329,7 +329,7 @@ def checkpoints(folder: Path, scale: int) -> tuple[Figures, list[Row]]:
 
 def bitwise_cost(folder: Path, scale: int) -> tuple[Figures, list[Row]]:
     with environment(BENCH_STEP="long"):
-        steps = 80 if scale == 1 else 400
+        steps = 120 if scale == 1 else 420
         return compared(folder, "bitwise_cost", "step with --bitwise / without", "<= 1.5", block=10, steps=steps,
                         one=elastic(folder, steps, bitwise=True), other=elastic(folder, steps))  # fmt: skip
 
