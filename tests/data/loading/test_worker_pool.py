@@ -375,7 +375,7 @@ def test_every_draw_changes_the_state_and_nothing_else_does():
 
 
 class Asked:
-    """A trial that asks for records, each of which takes `slow_s` seconds, and who reads them and counts it."""
+    """A trial that requests records, and the reader that counts them: each takes `slow_s` seconds."""
 
     def __init__(self, slow_s, kept, drifts=False):
         self.reads, self.slow_s, self.kept, self.drifts = 0, slow_s, kept, drifts

@@ -1,4 +1,4 @@
-"""Whoever waits for the first step is told how the loss is tried, and no more often than a person reads."""
+"""The launcher says how the loss is tried before the first step, at most once in five seconds."""
 
 import pytest
 

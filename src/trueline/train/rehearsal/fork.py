@@ -229,8 +229,8 @@ def _begin_fork(parent: int) -> None:
 
 
 def expect_same_after_join(make: Callable[[], OptimizerStep], model: torch.nn.Module, total_steps: int) -> None:
-    """Raises what `joined.expect_same_after_join` raises, in a fork where there can be one: what the code of an
-    optimizer, a schedule or a hook counts and writes knows nothing of the trial. `model`: of the step."""
+    """Calls `joined.expect_same_after_join` in a fork, where there can be one, and raises what it raises: the trial
+    changes no global and no file of an optimizer's, a schedule's or a hook's own code. `model`: of the step."""
     found = _ask_fork(functools.partial(_try_join, make, total_steps)) if can_fork(model) else None
     if found is None:
         found = _try_join(make, total_steps)
