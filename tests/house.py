@@ -101,6 +101,7 @@ MAX_LINES += 265  # what a loop kept before its trial, optimizers for as many st
 MAX_LINES += 330  # rows that values shorten, as greedy CTC decoding has them, keep their length in the doctor's rewrite
 MAX_LINES += 160  # bags of rows whose offsets fall, which torch reads beyond
 MAX_LINES += 270  # records that were replaced, what a trial reads again, folders of killed launches, counts
+MAX_LINES += 480  # lists of unequal lengths are counted; loops are tried at the steps that their code names
 MAX_FOLDER_FILES = 20
 MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 50

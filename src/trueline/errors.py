@@ -4,7 +4,8 @@
     ├── UsageError                a flag, argument or path that the caller has to correct
     ├── RecipeError               a blank of the recipe is missing, misspelt or of the wrong kind
     ├── DataError                 records that cannot be listed or read
-    │   └── MissingValues         columns without a value in some records: a matter of the schema, not of a record
+    │   ├── MissingValues         columns without a value in some records: a matter of the schema, not of a record
+    │   └── UnequalLengths        columns of lists or bytes, longer in some records; of the schema, too
     ├── StorageError              a disk that is full, read-only or torn; nothing half-written stays behind
     │   └── DiskFull              no room left, or over the quota: it can be written once there is room
     ├── MissingPackage            a package of an extra that is not installed; also an ImportError
@@ -86,6 +87,10 @@ class DataError(TruelineError):
 
 class MissingValues(DataError):
     code = "missing_values"
+
+
+class UnequalLengths(DataError):
+    code = "unequal_lengths"
 
 
 class StorageError(TruelineError):

@@ -169,7 +169,7 @@ class Count:
             for part in table.column(name).chunks:
                 for beyond, where in enumerate(find_gaps(part)):
                     if where is not None:
-                        self._enter(name, bool(beyond), where, start, inside=_is_list(part.type))
+                        self._enter(name, bool(beyond), where, start, inside=is_list(part.type))
                 start += len(part)
 
     def _enter(self, name: str, beyond: bool, where: Any, offset: int, *, inside: bool) -> None:
@@ -185,7 +185,7 @@ def find_gaps(column: pa.Array) -> tuple[Any, Any]:
     """[records] Which records lack a value, and which have one that float32 cannot hold; also in lists. None: none."""
     absent = pc.is_null(column).to_numpy(zero_copy_only=False) if column.null_count else None
     beyond = None
-    if _is_list(column.type):
+    if is_list(column.type):
         parents = pc.list_parent_indices(column).to_numpy()
         inner = [None if where is None else np.bincount(parents[where], minlength=len(column)) > 0
                  for where in find_gaps(pc.list_flatten(column))]  # fmt: skip
@@ -202,13 +202,13 @@ def find_gaps(column: pa.Array) -> tuple[Any, Any]:
 
 def _count_cells(records: Records, names: list[str]) -> int:
     """About how many cells a record has, those of lists included."""
-    lists = [name for name in names if _is_list(records.schema.field(name).type)]
+    lists = [name for name in names if is_list(records.schema.field(name).type)]
     cells = max(len(records.schema), 1)
     if lists and records.units:
         table = records.load(0, 0, min(_FEW, records.units[0].count))
         for name in lists:
             values = table.column(name)
-            while _is_list(values.type):
+            while is_list(values.type):
                 values = pc.list_flatten(values)
             cells += len(values) // max(len(table), 1)
     return cells
@@ -298,7 +298,7 @@ def refuse(count: Count, describe: Callable[[int], str]) -> None:
     )
 
 
-def _is_list(kind: pa.DataType) -> bool:
+def is_list(kind: pa.DataType) -> bool:
     return bool(pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind))
 
 

@@ -103,7 +103,7 @@ class Countable(Protocol):
     """A Source that can count missing values before it is trained on."""
 
     def check_missing(self) -> None:
-        """Raises MissingValues that names columns, counts and first records."""
+        """Raises MissingValues or UnequalLengths that names columns, counts and first records."""
         ...
 
 

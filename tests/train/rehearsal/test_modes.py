@@ -49,26 +49,37 @@ def train(before: Change, after: Change = lambda *_: None, *, frozen: bool = Fal
     return [value.tolist() for value in model.state_dict().values()] + [ran]
 
 
-def end_at(step: int) -> Change:
-    return lambda model, job: model.eval() if job.steps == step else None
+CHANGES = [
+    (lambda *_: None, lambda model, at: model.eval() if at == 3 else None, "the model is in evaluation mode"),
+    (lambda model, at: model[1].eval() if at == 3 else None, lambda *_: None, "'1' is in evaluation"),
+    (lambda *_: None, lambda model, at: model.train() if at == 9 else None, "'1' is in training"),
+]
+CHANGE_NAMES = ["forgotten train", "once", "all of it thawed"]
 
 
 @pytest.mark.jobs
-@pytest.mark.parametrize(
-    ("before", "after", "part"),
-    [
-        (lambda *_: None, end_at(3), "the model is in evaluation mode"),
-        (lambda model, batch: model[1].eval() if batch.step == 3 else None, lambda *_: None, "'1' is in evaluation"),
-        (lambda *_: None, lambda model, job: model.train() if job.steps == 9 else None, "'1' is in training"),
-    ],
-    ids=["forgotten train", "once", "all of it thawed"],
-)
+@pytest.mark.parametrize(("before", "after", "part"), CHANGES, ids=CHANGE_NAMES)
+def test_a_mode_that_is_set_in_one_named_step_is_refused_before_the_first_step(before, after, part):
+    applied = []
+    with pytest.raises(UsageError, match=rf"in step \d the loop .*: {part}") as refused:
+        train(
+            lambda model, batch: before(model, batch.step),
+            lambda model, job: (applied.append(job.steps), after(model, job.steps)),
+            frozen="'1' is in training" in part,
+        )
+    assert not applied
+    assert "by batch.step" in refused.value.hint
+
+
+@pytest.mark.jobs
+@pytest.mark.parametrize(("before", "after", "part"), CHANGES, ids=CHANGE_NAMES)
 def test_a_mode_that_an_earlier_batch_has_left_behind_ends_the_job(before, after, part):
+    """A loop that does not show which step it waits for: of a plain number nothing is noted."""
     applied = []
     with pytest.raises(UsageError, match=part) as refused:
         train(
-            before,
-            lambda model, job: (applied.append(job.steps), after(model, job)),
+            lambda model, batch: before(model, int(batch.step)),
+            lambda model, job: (applied.append(job.steps), after(model, int(job.steps))),
             frozen="'1' is in training" in part,
         )
     assert len(applied) in (3, 4, 9)

@@ -23,7 +23,7 @@ import pyarrow as pa
 
 from trueline.data.records import TEXT_BECAUSE
 from trueline.data.source import Mode
-from trueline.errors import DataError, MissingValues, join_names
+from trueline.errors import DataError, MissingValues, UnequalLengths, join_names
 
 if TYPE_CHECKING:
     import torch
@@ -82,7 +82,7 @@ def is_number(kind: pa.DataType) -> bool:
 
 
 def _one_length(offsets: Any, name: str, what: str) -> int:
-    """The length of every value between `offsets`. Raises DataError."""
+    """The length of every value between `offsets`. Raises UnequalLengths."""
     count = len(offsets) - 1
     if count < 1:
         return 0
@@ -92,7 +92,7 @@ def _one_length(offsets: Any, name: str, what: str) -> int:
         lengths = np.diff(offsets)
         low, high = lengths.min(), lengths.max()
         series = f'declare columns = {{"{name}": Series(max_length={high}), ...}}, or ' if what == "lists" else ""
-        raise DataError(f"column '{name}' has {what} of several lengths, from {low} to {high}", hint=series + FEED)
+        raise UnequalLengths(f"column '{name}' has {what} of several lengths, from {low} to {high}", hint=series + FEED)
     return length
 
 
@@ -197,9 +197,10 @@ class DefaultFeed:
             if self._tokenizer is not None:
                 return "text"
             why = (field.metadata or {}).get(TEXT_BECAUSE.encode(), b"").decode()
+            correct = "correct the values (an empty cell or NA is a missing one), or " if "is no number" in why else ""
             raise DataError(
                 f"column '{field.name}' is text{f': {why}' if why else ''}, and has no declaration",
-                hint=f'declare columns = {{"{field.name}": Category(), ...}} (or Text(max_length=...)) with '
+                hint=f'{correct}declare columns = {{"{field.name}": Category(), ...}} (or Text(max_length=...)) with '
                 "from trueline.columns import Category, Label, Number, Text",
             )
         raise DataError(f"column '{field.name}' is {kind}, which makes no tensor by itself", hint=FEED)

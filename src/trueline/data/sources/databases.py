@@ -98,7 +98,10 @@ class SqlRecords:
             try:
                 columns.append(pa.array([_plain(row[place], field.type) for row in rows], field.type))
             except (pa.ArrowException, TypeError, ValueError, OverflowError) as error:
-                raise DataError(f"{unit.uri}: column '{field.name}' does not hold {field.type}: {error}") from error
+                raise DataError(
+                    f"{unit.uri}: column '{field.name}' does not hold {field.type}: {error}",
+                    hint="correct the values, NULL where there is none, or read a view that casts the column",
+                ) from error
         return pa.table(columns, schema=self.schema)
 
     def fingerprint(self) -> str:

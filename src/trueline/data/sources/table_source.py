@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from trueline.data import stray_text
+from trueline.data import list_lengths, stray_text
 from trueline.data.loading.column_feed import ColumnFeed
 from trueline.data.loading.decoded_cache import TableCache, run_of
 from trueline.data.loading.tensors import DefaultFeed
@@ -83,7 +83,7 @@ class TableSource:
 
     def check_missing(self) -> None:
         """Raises MissingValues for columns with missing values that have no rule, and for those with numbers that
-        float32 cannot hold, by count and first record.
+        float32 cannot hold, by count and first record; UnequalLengths for lists that are longer in some records.
 
         A `feed` of the user's may handle them: it is tried on the first record that has one.
         """
@@ -92,13 +92,15 @@ class TableSource:
             return  # the fit of the columns has counted them
         if isinstance(feed, DefaultFeed):
             used = feed.columns(self.records.schema, self._mode)
-        count = count_missing(self.records, [name for name in used if self._missing.rule(name)[0] != "keep"])
+        counted = [name for name in used if self._missing.rule(name)[0] != "keep"]
+        count = count_missing(self.records, counted)
         gaps = [(key, gap) for key, gap in count.gaps.items() if gap.beyond or gap.column not in self.fills]
         tried = not isinstance(feed, DefaultFeed)
         count.gaps = {key: gap for key, gap in gaps if not (tried and self._can_feed(gap.first, finite=gap.beyond))}
         refuse(count, partial(describe_record, self))
         if tried:
-            self._check_stray_text([name for name in used if self._missing.rule(name)[0] != "keep"])
+            self._check_stray_text(counted)
+        self._check_list_lengths(counted, tried=tried)
 
     def _check_stray_text(self, names: list[str]) -> None:
         """Raises MissingValues for text among numbers that the user's `feed` fails on, where it takes other records."""
@@ -106,6 +108,24 @@ class TableSource:
         if found and plain >= 0 and self._can_feed(plain, finite=False):
             refused = [one for one in found if not self._can_feed(one.first, finite=False)]
             stray_text.refuse(refused, partial(describe_record, self))
+
+    def _check_list_lengths(self, names: list[str], *, tried: bool) -> None:
+        """Raises UnequalLengths for lists that are longer in some records, if the user's `feed` takes two of one
+        length and not two of different ones."""
+        found, seen = list_lengths.find_unequal_lists(self.records, names)
+        refused = [one for one in found if not tried or self._fails_mixed(one.example, one.first)]
+        list_lengths.refuse(refused, seen, partial(describe_record, self))
+
+    def _fails_mixed(self, one: int, other: int) -> bool:
+        """Whether records can be read, but not in a batch of both."""
+        fails = []
+        for records in ([one, one], [other, other], [one, other]):
+            try:
+                self.read(np.array(records, np.int64))
+                fails.append(False)
+            except DataError:
+                fails.append(True)
+        return fails == [False, False, True]
 
     def _can_feed(self, record: int, *, finite: bool) -> bool:
         """Whether `feed` makes tensors without NaN of a record that lacks a value; `finite`: and without infinity."""

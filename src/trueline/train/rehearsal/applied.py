@@ -30,13 +30,18 @@ from trueline.train.step import model_traits
 from trueline.train.step.contribution import StepBatch
 from trueline.train.step.optimizer_settings import OptimizerSettings
 from trueline.train.step.plan import choose_late
-from trueline.train.step.trial import FEW, LossTrial
+from trueline.train.step.trial import FEW, LossTrial, TrialInputs
 
 WILD, SEEN = 1e3, copies.SEEN
 """The parameters' values meanwhile, with either sign, and how many elements of a tensor have them or are compared."""
-_JOINS = "a worker that joins receives model, optimizer and scheduler, and repeats no line of the loop"
+JOINS = "a worker that joins receives model, optimizer and scheduler, and repeats no line of the loop"
 _AVERAGE = "Options(ema=0.999) averages the weights, in all workers and in checkpoints"
-_SCHEDULE = f"{_JOINS}: give the scheduler to Elastic(scheduler=...), or compute them from batch.step"
+_SCHEDULE = f"{JOINS}: give the scheduler to Elastic(scheduler=...), or compute them from batch.step"
+
+
+def list_first(inputs: TrialInputs) -> Any:
+    """The first records of the data, a few."""
+    return np.arange(min(FEW, inputs.num_records, inputs.global_batch), dtype=np.int64)
 
 
 class AppliedTrial:
@@ -46,8 +51,8 @@ class AppliedTrial:
         self._tried, self._inputs, self._tolerance, self._settings = tried, tried.inputs, tried.tolerance, settings
         self.fault: UsageError | None = None
         self._model = tried.inputs.model
-        self._taken: list[tuple[kept.Shown, list[float]]] = []
-        self._ended: list[list[float]] = []
+        self.taken: list[tuple[kept.Shown, list[float]]] = []
+        self.ended: list[list[float]] = []
         """The optimizer's numbers at the ends of these batches."""
         self._before: list[torch.Tensor] = []
         self._wild: list[torch.Tensor] = []
@@ -69,10 +74,10 @@ class AppliedTrial:
             found = batch.step, self._settings.values()
             first = first or found
             begins = begins and found[0] == first[0]
-            if begins and (fault := self._compare_rules(first[1], found[1], "another batch")):
+            if begins and (fault := self.compare_rules(first[1], found[1], "another batch")):
                 raise fault
 
-    def _compare_rules(self, before: list[float], now: list[float], when: str) -> UsageError | None:
+    def compare_rules(self, before: list[float], now: list[float], when: str) -> UsageError | None:
         if before == now:
             return None
         return UsageError(
@@ -83,28 +88,28 @@ class AppliedTrial:
 
     def batches(self) -> Generator[StepBatch, None, None]:
         trial, self._tried.after = self._inputs, self.take
-        count = min(FEW, trial.num_records, trial.global_batch)
-        first, other = np.arange(count, dtype=np.int64), np.arange(trial.num_records - count, trial.num_records)
+        first = list_first(trial)
+        other = np.arange(trial.num_records - len(first), trial.num_records)
         step = choose_late(trial.total_steps)
         for ids, times in ((first, 0), (other, 1), (first, 0)):
             with copies.nudge(self._model, times):
-                yield from self._one(ids, step)
+                yield from self.take_one(ids, step)
             if ids is first:
                 self._memory.look()
-        self._note(self._find_rule_of_losses())
+        self.note(self._find_rule_of_losses())
         for place, changed in self._memory.list_changes() if self.fault is None else ():
             with changed:
                 self._place = place
-                yield from self._one(first, step)
+                yield from self.take_one(first, step)
                 self._find_use(place)
         for place in self._counts if self.fault is None else ():
             for number in (0, trial.total_steps - 1):  # not beyond: a list of the loop's may have an end
                 place.put(number)
                 self._place = place
-                yield from self._one(first, step)
+                yield from self.take_one(first, step)
                 self._find_use(place)
 
-    def _one(self, ids: Any, step: int) -> Generator[StepBatch, None, None]:
+    def take_one(self, ids: Any, step: int) -> Generator[StepBatch, None, None]:
         trial = self._inputs
         batch = trial.reader.read(ids, epoch=0)
         with model_traits.restore_buffers(self._model):
@@ -115,13 +120,13 @@ class AppliedTrial:
 
     def take(self, loss: torch.Tensor) -> bool:
         """Takes the loss of the last batch, and gives the parameters other values."""
-        if self._ended and self._place is None:
-            self._note(self._find_copies("before job.step(loss)"))
-        self._taken.append((self._tried.show(loss), self._settings.values()))
-        if len(self._taken) == 3:
-            self._note(self._find_memory(*self._taken[0], *self._taken[2]))
+        if self.ended and self._place is None:
+            self.note(self._find_copies("before job.step(loss)"))
+        self.taken.append((self._tried.show(loss), self._settings.values()))
+        if len(self.taken) == 3:
+            self.note(self._find_memory(*self.taken[0], *self.taken[2]))
         self._before = [copies.glance(value) for value in self._parameters()]
-        wild = WILD * (1 + 0.1 * len(self._taken))  # others each time: the average of one value is that value
+        wild = WILD * (1 + 0.1 * len(self.taken))  # others each time: the average of one value is that value
         for value in self._parameters():
             flat = value.detach().view(-1)[:SEEN]
             signs = torch.arange(len(flat), device=flat.device) % 3 - 1
@@ -137,20 +142,20 @@ class AppliedTrial:
     def _parameters(self) -> Iterator[torch.Tensor]:
         return copies.list_weights(self._model)
 
-    def _note(self, fault: UsageError | None) -> None:
+    def note(self, fault: UsageError | None) -> None:
         self.fault = self.fault or fault
 
     def _compare(self) -> None:
         if not self._wild:
             return
         if not copies.are_equal(self._wild, self._parameters()):
-            self._note(UsageError(
+            self.note(UsageError(
                 "the loop changes parameters itself after a step that was applied",
-                hint=f"{_JOINS}: do it in the step() of an optimizer of your own",
+                hint=f"{JOINS}: do it in the step() of an optimizer of your own",
             ))  # fmt: skip
         elif self._place is None:
-            self._note(self._find_copies("after a step that was applied"))
-        self._ended.append(self._settings.values())
+            self.note(self._find_copies("after a step that was applied"))
+        self.ended.append(self._settings.values())
         with torch.no_grad():
             for value, before in zip(self._parameters(), self._before, strict=True):
                 value.view(-1)[:SEEN].copy_(before)
@@ -166,7 +171,7 @@ class AppliedTrial:
             return None
         return UsageError(
             f"{when} the loop changes {what}, which only this worker has",
-            hint=f"{_JOINS}. {_AVERAGE}; make a second model that is trained a part of the model, with its "
+            hint=f"{JOINS}. {_AVERAGE}; make a second model that is trained a part of the model, with its "
             "optimizer in trueline.JointOptimizer",
         )
 
@@ -174,37 +179,37 @@ class AppliedTrial:
         self, loss: kept.Shown, settings: list[float], again: kept.Shown, settings_again: list[float]
     ) -> UsageError | None:
         if settings != settings_again:
-            return self._compare_rules(settings, settings_again, "a step that was applied")
+            return self.compare_rules(settings, settings_again, "a step that was applied")
         apart = abs(loss[0] - again[0]) > max(self._tolerance / 10, 1e-9) * max(abs(loss[0]), abs(again[0]))
         if math.isfinite(loss[0]) and (apart or not kept.is_same(loss, again)):
             return UsageError(
                 f"after a step that was applied {kept.compare(loss, again)}, with equal seeds and parameters: it uses "
                 "something that the loop keeps from batch to batch",
-                hint=f"{_JOINS}: count with batch.step or job.steps, and keep nothing else that the loss uses, or keep "
+                hint=f"{JOINS}: count with batch.step or job.steps, and keep nothing else that the loss uses, or keep "
                 "it in a buffer of the model",
             )
         return None
 
     def _find_rule_of_losses(self) -> UsageError | None:
         """Whether the optimizer's numbers follow from more than the step, which these batches have in common."""
-        other = next((one for one in self._ended if one != self._ended[0]), None)
+        other = next((one for one in self.ended if one != self.ended[0]), None)
         if other is None:
             return None
         return UsageError(
             "the loop sets the optimizer's numbers (a learning rate) by its losses, or by what it keeps: after a step "
-            f"that was applied they are {self._ended[0]}, and {other} after the same step with other records or later",
+            f"that was applied they are {self.ended[0]}, and {other} after the same step with other records or later",
             hint=_SCHEDULE,
         )
 
     def _find_use(self, place: places.KeptPlace) -> None:
         """Whether the last batch, with another value in `place`, had another loss or left other numbers behind."""
-        usual, found = self._taken[2][0], self._taken[-1][0]
+        usual, found = self.taken[2][0], self.taken[-1][0]
         if not kept.is_same(usual, found):
-            self._note(kept.refuse(place, usual, found))
-        elif self._ended[2] != self._ended[-1]:
-            self._note(UsageError(
+            self.note(kept.refuse(place, usual, found))
+        elif self.ended[2] != self.ended[-1]:
+            self.note(UsageError(
                 f"the loop sets the optimizer's numbers (a learning rate) by {place.name}, which each batch changes: "
-                f"with another value there they are {self._ended[-1]} instead of {self._ended[2]} after the same step",
+                f"with another value there they are {self.ended[-1]} instead of {self.ended[2]} after the same step",
                 hint=_SCHEDULE,
             ))  # fmt: skip
 
@@ -220,17 +225,18 @@ def spare_files() -> None:
     def ignore(*_: Any, **__: Any) -> None:
         """Nothing is saved, moved or removed."""
 
-    def end(*_: Any) -> None:
-        os._exit(0)
-
     builtins.open = io.open = open_nothing
-    for name in ("replace", "rename", "remove", "unlink"):
+    for name in ("replace", "rename", "remove", "unlink", "rmdir"):
         setattr(os, name, ignore)
     torch.save = ignore
     for name in ("safetensors.torch", "safetensors.numpy"):
         if name in sys.modules:
             sys.modules[name].save_file = ignore  # type: ignore[attr-defined]
-    sys.modules["socket"].socket.send = sys.modules["socket"].socket.sendall = end
+    sys.modules["socket"].socket.send = sys.modules["socket"].socket.sendall = _end
+
+
+def _end(*_: Any, **__: Any) -> None:
+    os._exit(0)
 
 
 def check_schedulers(optimizer: torch.optim.Optimizer, given: Any) -> None:
@@ -248,6 +254,6 @@ def check_schedulers(optimizer: torch.optim.Optimizer, given: Any) -> None:
             if schedules and held.get("optimizer") is part and not {id(holder), id(held)} & known:
                 raise UsageError(
                     "the optimizer has a scheduler that was not given to the job",
-                    hint=f"{_JOINS}: write Elastic(scheduler=...), which advances it after each step, or drop it and "
+                    hint=f"{JOINS}: write Elastic(scheduler=...), which advances it after each step, or drop it and "
                     "set the rate from batch.step",
                 )

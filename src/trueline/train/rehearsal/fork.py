@@ -40,6 +40,7 @@ from trueline.train.rehearsal.alike import AlikeTrial, load_traits, settle_trait
 from trueline.train.rehearsal.double import DoubleTrial, NumberTrial, wants_double, wants_numbers
 from trueline.train.rehearsal.extremes import ExtremesTrial, wants_extremes
 from trueline.train.rehearsal.fresh import FreshTrial
+from trueline.train.rehearsal.steps.chosen_steps import ChosenStepsTrial
 from trueline.train.step.contribution import StepBatch
 from trueline.train.step.model_traits import ModelTraits
 from trueline.train.step.optimizer_settings import OptimizerSettings
@@ -54,6 +55,7 @@ AFTER_S = 10.0
 """Processor time for what the loop does after a step: it may evaluate."""
 _here = {"forked": False}
 _WORDS = {
+    ChosenStepsTrial: "at steps that its code names",
     FreshTrial: "in a process that has computed nothing else",
     LossTrial: "whole and in parts, and at later steps",
     DoubleTrial: "in double precision",
@@ -106,6 +108,7 @@ def try_loop(trial: LossTrial, shown: ModelTraits, optimizer_step: OptimizerStep
         yield from trial.batches()
     else:
         trial.accept(found)
+        yield from _try_chosen_steps(ChosenStepsTrial(trial, optimizer_step.settings))
         if wants_double(trial.inputs, trial.traits):
             yield from try_again(DoubleTrial(trial), optimizer_step.settings)
         if wants_numbers(trial.traits):
@@ -118,6 +121,12 @@ def try_loop(trial: LossTrial, shown: ModelTraits, optimizer_step: OptimizerStep
     records.expect_same_records(trial.traits.records, sums)
     if wants_comparing(mine, trial.traits.reads):
         yield from _compare(trial, optimizer_step.settings)
+
+
+def _try_chosen_steps(trial: ChosenStepsTrial) -> Generator[StepBatch, None, None]:
+    yield from try_again(trial, None)
+    if not trial.done:
+        events.emit("loop.untried", why="what it does at steps that it compares its own with gave no answer")
 
 
 def _leave_for_others(trial: LossTrial) -> None:
@@ -281,7 +290,8 @@ def _encode(error: TruelineError) -> dict[str, str]:
 
 def _serve(line: socket.socket, pid: int, trial: ForkedTrial) -> dict[str, Any] | TruelineError | None:
     """Reads for the fork `pid` until it has its answers; None if it ends or hangs without the first one."""
-    first = _receive_answer(line, pid, trial.inputs)
+    most_s = AFTER_S if isinstance(trial, ChosenStepsTrial) else math.inf
+    first = _receive_answer(line, pid, trial.inputs, most_s=most_s)
     if first is None or "code" in first:
         return None if first is None else _make_error(first)
     if trial.inputs.chosen is not None:

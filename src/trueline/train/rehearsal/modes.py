@@ -12,6 +12,9 @@ import torch
 
 from trueline.errors import UsageError
 
+HINT = "call model.train() after an evaluation, and set modes that change while training by batch.step, in each batch"
+_JOINS = "a worker that joins does not know of it"
+
 
 class ModuleModes:
     """`compare()` says whether the loop has to get its batch again, after `reset()`; `begin()` comes before each."""
@@ -36,7 +39,7 @@ class ModuleModes:
         if doubted is not None:
             self._doubted = None
             if modes != doubted:
-                raise self._refuse(doubted, modes)
+                raise UsageError(f"{describe_left(self._model, doubted, modes)}: {_JOINS}", hint=HINT)
             return False
         if modes != self._usual:
             self._turned = [at for at, pair in enumerate(zip(modes, self._usual, strict=True)) if pair[0] != pair[1]]
@@ -55,13 +58,11 @@ class ModuleModes:
     def _read(self) -> list[bool]:
         return [part.training for part in self._parts]
 
-    def _refuse(self, kept: list[bool], own: list[bool]) -> UsageError:
-        at = next(at for at, pair in enumerate(zip(kept, own, strict=True)) if pair[0] != pair[1])
-        name = next(name for name, part in self._model.named_modules() if part is self._parts[at])
-        what = f"'{name}' is" if name else "the model is"
-        kind = "training" if kept[at] else "evaluation"
-        return UsageError(
-            f"{what} in {kind} mode, which an earlier batch has left behind: a worker that joins does not know of it",
-            hint="call model.train() after an evaluation, and set modes that change while training by batch.step, in "
-            "each batch",
-        )
+
+def describe_left(model: torch.nn.Module, kept: list[bool], own: list[bool]) -> str:
+    """The first part of `model` whose mode an earlier batch has left behind: the modes that were `kept`, and the loop's
+    `own`, in the order of its modules."""
+    at = next(at for at, pair in enumerate(zip(kept, own, strict=True)) if pair[0] != pair[1])
+    name, _ = list(model.named_modules())[at]
+    what = f"'{name}' is" if name else "the model is"
+    return f"{what} in {'training' if kept[at] else 'evaluation'} mode, which an earlier batch has left behind"

@@ -16,7 +16,7 @@ from trueline.data.loading.seeding import SeededReader
 from trueline.data.loading.worker_pool import ReaderLost, ReaderPool
 from trueline.data.source import Batch, Source
 from trueline.data.sources.mixture import describe_record
-from trueline.errors import MissingValues, RecipeError, TrainError
+from trueline.errors import MissingValues, RecipeError, TrainError, UnequalLengths
 from trueline.train import devices
 from trueline.train.link.contract import Link
 from trueline.train.step.model_traits import explain_single
@@ -73,7 +73,7 @@ class Trials:
         Raises `error` again if no record did and it is `sure` that this worker's share did, TrainError if they are too
         many for the device.
         """
-        if isinstance(error, MissingValues):
+        if isinstance(error, (MissingValues, UnequalLengths)):
             raise error  # of the columns, not of these records
         if devices.is_lost(error):
             raise error  # nothing can be tried here; the replacement of this process tries

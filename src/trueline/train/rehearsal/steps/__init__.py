@@ -1,0 +1,1 @@
+"""Batches of the steps that a loop compares its own with."""

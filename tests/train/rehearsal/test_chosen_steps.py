@@ -1,0 +1,195 @@
+"""What a loop changes in few of its steps, and later batches use, is refused before the first step: a worker that joins
+later has not seen those steps. What the loop computes from the step in each batch trains."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import Dataset
+
+from trueline.errors import UsageError
+from trueline.train.elastic import Elastic
+from trueline.train.rehearsal.steps.traced_step import StepNotes
+from worlds.cases import few
+
+pytestmark = pytest.mark.slow
+
+RECORDS, BATCH, EPOCHS = 60, 12, 8
+
+
+class Scaled(Dataset):
+    """Its records are scaled by `strength`, which a loop may set."""
+
+    strength = 1.0
+
+    def __init__(self) -> None:
+        self.inputs = torch.randn(RECORDS, 4, generator=torch.Generator().manual_seed(0))
+
+    def __len__(self) -> int:
+        return RECORDS
+
+    def __getitem__(self, at: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.strength * self.inputs[at], (self.inputs[at, 0] > 0).long()
+
+
+class Run:
+    """A loop that calls `change(run, step)` in each batch, or after each step that was applied."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        self.model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.1), nn.Linear(8, 2))
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
+        self.data, self.warmth, self.epoch, self.history = Scaled(), 1.0, 0, []
+        self.total = 0
+
+    def train(self, change, *, after=True):
+        self.job = job = Elastic(self.model, self.optimizer, self.data, global_batch=BATCH, epochs=EPOCHS)
+        for batch in job:
+            if not after:
+                change(self, batch.step)
+            loss = nn.functional.cross_entropy(self.model(batch.inputs) / self.warmth, batch.labels)
+            if job.step(loss) and after:
+                change(self, job.steps)
+        self.total = job.steps
+
+
+def cool_each_hundredth(run, step):
+    if step % 10 == 0:
+        run.warmth *= 0.5
+
+
+def cool_once(run, step):
+    if step == 17:
+        run.warmth = 0.5
+
+
+def cool_in_a_table(run, step):
+    run.warmth *= {9: 0.5, 21: 0.5}.get(step, 1.0)
+
+
+def cool_at_part(run, step):
+    progress = step / run.job.total_steps
+    if 0.5 < progress < 0.55:
+        run.warmth = 2.0
+
+
+def strengthen(run, step):
+    if not step % 10:
+        run.data.strength += 0.1
+
+
+def strengthen_at_epochs(run, step):
+    if (epoch := step // (RECORDS // BATCH)) != run.epoch:
+        run.data.strength += 0.1
+        run.epoch = epoch
+
+
+def drop_more(run, step):
+    if step in (8, 16):
+        run.model[1].p = 0.5
+
+
+def slow_down(run, step):
+    if (step + 1) % 10 == 0:
+        run.optimizer.param_groups[0]["lr"] *= 0.5
+
+
+REFUSED = [
+    (cool_each_hundredth, True, r"in step 30 the loop changes .* \(the loop's self\.warmth\)"),
+    (cool_once, False, r"in step 17 .* \(the loop's self\.warmth\)"),
+    (cool_in_a_table, True, r"in step 9 .* \(the loop's self\.warmth\)"),
+    (cool_at_part, True, r"in step 2[01] .* \(the loop's self\.warmth\)"),
+    (strengthen, True, r"in step 30 the loop changes something that later batches use; after a batch of that step"),
+    (strengthen_at_epochs, True, r"the loss of the same records is .* instead of"),
+    (drop_more, True, r"in step 8 .* \(the model's 1\.p\)"),
+    (slow_down, True, r"sets the optimizer's numbers .*: after a batch of step 29 they are \[0\.05"),
+]
+
+
+@pytest.mark.parametrize(
+    ("change", "after", "why"), few(REFUSED, 3, pytest.mark.jobs), ids=[case[0].__name__ for case in REFUSED]
+)
+def test_what_a_loop_changes_in_few_steps_and_uses_in_others_is_refused_before_the_first_step(change, after, why):
+    run = Run()
+    weight = run.model[0].weight.clone()
+    with pytest.raises(UsageError, match=why) as refused:
+        run.train(change, after=after)
+    assert "batch.step" in refused.value.hint
+    assert torch.equal(run.model[0].weight, weight)
+    assert (run.warmth, run.data.strength, run.model[1].p) == (1.0, 1.0, 0.1)
+
+
+def set_by_the_step(run, step):
+    run.warmth = 0.5 if step > 20 else 2.0 if step % 10 == 0 else 1.0
+    run.optimizer.param_groups[0]["lr"] = 0.1 * min(1.0, (step + 1) / 7)
+
+
+def cool_from_then_on(run, step):
+    """A worker that joins after it does so in its first batch."""
+    if step >= 20:
+        run.warmth = 0.5
+
+
+def evaluate(run, step):
+    if step % 10 == 0:
+        run.model.eval()
+        with torch.no_grad():
+            run.history.append(float(run.model(run.data.inputs).mean()))
+        run.model.train()
+
+
+@pytest.mark.parametrize(("change", "after"), [(set_by_the_step, False), (cool_from_then_on, False), (evaluate, True)])
+def test_what_follows_from_the_step_alone_or_only_looks_trains(change, after):
+    run = Run()
+    run.train(change, after=after)
+    assert run.total == EPOCHS * RECORDS // BATCH
+    assert len(run.history) in (0, 4)
+
+
+def test_a_program_that_a_loop_starts_in_few_steps_is_started_in_these_steps_alone(tmp_path):
+    def upload(run, step):
+        if step % 20 == 0:
+            code = f"open({str(tmp_path / 'started')!r}, 'a').write('{step}\\n')"
+            subprocess.run([sys.executable, "-c", code], check=True)
+
+    run = Run()
+    run.train(upload)
+    assert (tmp_path / "started").read_text().split() == ["20", "40"]
+
+
+def test_a_traced_step_notes_where_a_comparison_changes():
+    def noted(use):
+        notes = StepNotes(1000)
+        use(notes.trace(997))
+        return notes.choose(4)
+
+    assert noted(lambda step: step == 8) == [8, 9]
+    assert noted(lambda step: not step % 100) == [900, 901]
+    assert noted(lambda step: (step + 1) % 100 == 0) == [899, 900]
+    assert noted(lambda step: step / 1000 > 0.5) == [500, 501]
+    assert noted(lambda step: 1 - step / 1000 < 0.25) == [750, 751]
+    assert noted(lambda step: step // 40) == [40, 41, 960, 961]
+    assert noted(lambda step: 2 * step + 1 == 21) == [10, 11]
+    assert noted(lambda step: step in (8, 16)) == [8, 9, 16, 17]
+    assert noted(lambda step: {8: 1}.get(step)) == [0, 1, 2, 3]
+    assert noted(lambda step: step == 5000) == []
+    assert noted(lambda step: step == "8") == []
+
+
+def test_a_traced_step_computes_as_a_plain_number():
+    step = StepNotes(1000).trace(997)
+    plain = 997
+    for compute in (
+        lambda n: n + 1, lambda n: n - 1.5, lambda n: 3 - n, lambda n: n / 7, lambda n: 7 / n, lambda n: n // 7,
+        lambda n: n % 7, lambda n: divmod(n, 7), lambda n: n * 0.1, lambda n: 0.1 * n, lambda n: n**2, lambda n: -n,
+        lambda n: f"{n:05d} {n}", lambda n: (torch.ones(2) * n).tolist(), lambda n: (n * torch.ones(2)).tolist(),
+        lambda n: torch.full((2,), n).tolist(), lambda n: list(range(1000))[n], lambda n: round(n / 3, 2),
+        lambda n: n == 997, lambda n: n != 3, lambda n: n > 997.0, lambda n: [n] == [997], lambda n: bool(n),
+    ):  # fmt: skip
+        assert compute(step) == compute(plain)
+    with pytest.raises(ZeroDivisionError):
+        step % 0
