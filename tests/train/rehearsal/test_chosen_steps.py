@@ -3,6 +3,7 @@ later has not seen those steps. What the loop computes from the step in each bat
 
 from __future__ import annotations
 
+import itertools
 import subprocess
 import sys
 
@@ -46,11 +47,14 @@ class Run:
         self.data, self.warmth, self.epoch, self.history = Scaled(), 1.0, 0, []
         self.total = 0
 
-    def train(self, change, *, after=True):
-        self.job = job = Elastic(self.model, self.optimizer, self.data, global_batch=BATCH, epochs=EPOCHS)
-        for batch in job:
+    def train(self, change, *, after=True, counts="the step", epochs=EPOCHS):
+        self.job = job = Elastic(self.model, self.optimizer, self.data, global_batch=BATCH, epochs=epochs)
+        clock, self.count = itertools.count(1), 0
+        for number, batch in enumerate(job):
+            self.count += 1
+            now = {"enumerate": number, "an attribute": self.count, "an iterator": next(clock)}.get(counts, batch.step)
             if not after:
-                change(self, batch.step)
+                change(self, now)
             loss = nn.functional.cross_entropy(self.model(batch.inputs) / self.warmth, batch.labels)
             if job.step(loss) and after:
                 change(self, job.steps)
@@ -93,6 +97,17 @@ def drop_more(run, step):
         run.model[1].p = 0.5
 
 
+def cool_late(run, count):
+    """After more batches than all trials before have."""
+    if count % 120 == 0 < count:
+        run.warmth *= 0.5
+
+
+def strengthen_late(run, count):
+    if count % 120 == 0 < count:
+        run.data.strength += 0.1
+
+
 def slow_down(run, step):
     if (step + 1) % 10 == 0:
         run.optimizer.param_groups[0]["lr"] *= 0.5
@@ -103,10 +118,10 @@ REFUSED = [
     (cool_once, False, r"in step 17 .* \(the loop's self\.warmth\)"),
     (cool_in_a_table, True, r"in step 9 .* \(the loop's self\.warmth\)"),
     (cool_at_part, True, r"in step 2[01] .* \(the loop's self\.warmth\)"),
-    (strengthen, True, r"in step 30 the loop changes something that later batches use; after a batch of that step"),
+    (strengthen, True, r"in step 30 the loop changes something that later batches use; after such a batch"),
     (strengthen_at_epochs, True, r"the loss of the same records is .* instead of"),
     (drop_more, True, r"in step 8 .* \(the model's 1\.p\)"),
-    (slow_down, True, r"sets the optimizer's numbers .*: after a batch of step 29 they are \[0\.05"),
+    (slow_down, True, r"sets the optimizer's numbers .*: after a batch in step 29 they are \[0\.05"),
 ]
 
 
@@ -121,6 +136,22 @@ def test_what_a_loop_changes_in_few_steps_and_uses_in_others_is_refused_before_t
     assert "batch.step" in refused.value.hint
     assert torch.equal(run.model[0].weight, weight)
     assert (run.warmth, run.data.strength, run.model[1].p) == (1.0, 1.0, 0.1)
+
+
+@pytest.mark.parametrize(
+    ("counts", "why"),
+    few([
+        ("an attribute", r"where the loop's self\.count is 119 the loop changes something that later batches use"),
+        ("enumerate", r"where the number of enumerate\(\.\.\.\) is 120 the loop changes"),
+        ("an iterator", r"where the loop's clock is 120 the loop changes"),
+    ], 1, pytest.mark.jobs),
+    ids=["an attribute", "enumerate", "an iterator"],
+)  # fmt: skip
+@pytest.mark.parametrize("change", [cool_late, strengthen_late])
+def test_what_a_loop_changes_by_a_count_of_its_own_is_refused_too(counts, why, change):
+    run = Run()
+    with pytest.raises(UsageError, match=why):
+        run.train(change, after=False, counts=counts, epochs=40)
 
 
 def set_by_the_step(run, step):
@@ -169,7 +200,7 @@ def test_a_traced_step_notes_where_a_comparison_changes():
 
     assert noted(lambda step: step == 8) == [8, 9]
     assert noted(lambda step: not step % 100) == [900, 901]
-    assert noted(lambda step: (step + 1) % 100 == 0) == [899, 900]
+    assert noted(lambda step: (step + 1) % 100 == 0) == [899, 900, 999]
     assert noted(lambda step: step / 1000 > 0.5) == [500, 501]
     assert noted(lambda step: 1 - step / 1000 < 0.25) == [750, 751]
     assert noted(lambda step: step // 40) == [40, 41, 960, 961]

@@ -151,11 +151,11 @@ def _keep(value: Any) -> Any:
     if type(value) in places.GROWING:
         return len(value)
     if isinstance(value, itertools.count):
-        return _copy_count(value)
+        return copy_count(value)
     return value if places.is_number(value) else None
 
 
-def _copy_count(value: Any) -> Any:
+def copy_count(value: Any) -> Any:
     """A count that begins where `value` is; None for one of other than whole numbers."""
     words = repr(value).removeprefix("count(").rstrip(")").split(", ")
     return itertools.count(*map(int, words)) if all(word.lstrip("-").isdecimal() for word in words) else None
@@ -185,7 +185,7 @@ def _begin_again(value: Any, first: Any, put: Callable[[Any], None]) -> Iterator
         finally:
             _detach(value)[...] = kept
     else:
-        put(_copy_count(first) if isinstance(first, itertools.count) else first if places.is_number(value) else value)
+        put(copy_count(first) if isinstance(first, itertools.count) else first if places.is_number(value) else value)
         try:
             yield
         finally:

@@ -2,7 +2,8 @@
 
 A worker that joins later has not seen such a step. So the loop gets a batch whose step notes what it is compared with
 (`traced_step.py`), then one of each of these steps, and after each of them the first records again at the usual step,
-which have to have the loss and to leave the optimizer's numbers that they had before.
+which have to have the loss and to leave the optimizer's numbers that they had before. A count that the loop keeps
+itself is noted in the same way; that of `enumerate`, which shows nothing, has numbers with many divisors.
 
 This happens in a fork of its own, since other trials may have met such a step; files that the loop's code opens for
 writing are /dev/null there, and a program that it starts ends the fork, and so the trial.
@@ -10,15 +11,17 @@ writing are /dev/null there, and a program that it starts ends the fork, and so 
 
 from __future__ import annotations
 
+import itertools
 import os
 import subprocess
 import time
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from dataclasses import replace
 from typing import Any
 
 from trueline.errors import UsageError
 from trueline.train.rehearsal import applied, kept, modes, places
+from trueline.train.rehearsal.places import KeptPlace
 from trueline.train.rehearsal.steps.traced_step import StepNotes
 from trueline.train.step.contribution import StepBatch
 from trueline.train.step.optimizer_settings import OptimizerSettings
@@ -27,14 +30,28 @@ from trueline.train.step.trial import LossTrial
 
 MOST_STEPS, MOST_S = 32, 4.0
 """Steps that are tried, and the processor time after which none begins."""
+Batches = Generator[StepBatch, None, None]
 
 
 class ChosenStepsTrial:
     """`batches()` are for the loop, in a fork; `done` says whether it gave an answer. `tried` has accepted its own."""
 
+    _trial: applied.AppliedTrial
+    _until: float
+    _usual: kept.Shown
+    _ended: list[float]
+    _begun: list[bool]
+    _own: set[str]
+    """Names of what each batch changes."""
+    _counts: Sequence[tuple[KeptPlace, Any]] = ()
+    """Those of them that count, and the numbers from which each batch begins here."""
+
     def __init__(self, tried: LossTrial, settings: OptimizerSettings) -> None:
         self.inputs = replace(tried.inputs, chosen=applied.list_first(tried.inputs))
         self._tried, self._settings = tried, settings
+        self._late = choose_late(tried.inputs.total_steps)
+        self._memory = kept.KeptNames(tried.inputs.model, places.list_caller_spaces)
+        self._enumerates = places.list_enumerates()  # a fork hides what the collector knows
         self.done = False
 
     def answer(self) -> dict[str, Any]:
@@ -44,48 +61,91 @@ class ChosenStepsTrial:
     def accept(self, answer: dict[str, Any]) -> None:
         self.done = not answer
 
-    def batches(self) -> Generator[StepBatch, None, None]:
+    def batches(self) -> Batches:
         """Raises UsageError for the first step that changes what others use."""
-        ids, total = self.inputs.chosen, self.inputs.total_steps
-        until, late, notes = time.process_time() + MOST_S, choose_late(total), StepNotes(total)
-        trial = applied.AppliedTrial(self._tried, self._settings)
-        memory = kept.KeptNames(self.inputs.model, places.list_caller_spaces)
+        self._until, notes = time.process_time() + MOST_S, StepNotes(self.inputs.total_steps)
+        self._trial = trial = applied.AppliedTrial(self._tried, self._settings)
         self._tried.after = trial.take
         applied.spare_files()
         _spare_programs()
-        for step in (notes.trace(late), late, late):  # the trial compares the third with the first
-            yield from trial.take_one(ids, step)
-            memory.look()
+        for step in (notes.trace(self._late), self._late, self._late):  # the trial compares the third with the first
+            yield from self._take(step)
+            self._memory.look()
         if len(trial.taken) < 3 or trial.fault is not None:
             return  # other trials decide, of the loop as it begins
-        usual, ended, begun = trial.taken[2][0], trial.ended[2], self._read_modes()
-        own = {place.name for place in memory.list_changed()}
+        self._usual, self._ended, self._begun = trial.taken[2][0], trial.ended[2], self._read_modes()
+        changed = self._memory.list_changed()
+        self._own = {place.name for place in changed}
+        self._counts = [
+            *((place, place.value) for place in (*changed, *self._enumerates) if type(place.value) is int),
+            *((place, kept.copy_count(place.value)) for place in changed if isinstance(place.value, itertools.count)),
+        ]
         for step in notes.choose(MOST_STEPS):
-            if time.process_time() > until:
-                break
-            yield from trial.take_one(ids, notes.trace(step))
-            yield from trial.take_one(ids, late)
-            trial.note(trial.compare_rules(ended, trial.ended[-1], f"a batch of step {step}"))
-            if not kept.is_same(usual, trial.taken[-1][0]):
-                memory.look()
-                changed = [place.name for place in memory.list_changed() if place.name not in own]
-                trial.note(self._refuse(step, changed, kept.compare(usual, trial.taken[-1][0]), begun))
-            if trial.fault is not None:
-                raise trial.fault
+            yield from self._try(f"in step {step}", notes.trace(step))
+        for place, first in self._counts:
+            yield from self._try_count(place, first)
 
-    def _refuse(self, step: int, changed: list[str], what: str, begun: list[bool]) -> UsageError:
-        names, hint = f" ({', '.join(changed[:3])})" if changed else "", "or keep it in a buffer of the model"
-        hint = f"{applied.JOINS}: compute it from batch.step in each batch, {hint}"
-        if (now := self._read_modes()) != begun:
-            names, hint = f": {modes.describe_left(self.inputs.model, now, begun)}", modes.HINT
+    def _take(self, step: int, place: KeptPlace | None = None, value: Any = None) -> Batches:
+        """A batch of the first records, with `value` in `place`, and in each other count what it had at first."""
+        for other, first in self._counts:
+            other.put(kept.copy_count(first) if isinstance(first, itertools.count) else first)
+        if place is not None:
+            place.put(value)
+        yield from self._trial.take_one(self.inputs.chosen, step)
+
+    def _try_count(self, place: KeptPlace, first: Any) -> Batches:
+        """A number that the loop counts itself: at those that its code compares it with, if that is seen."""
+        total = self.inputs.total_steps
+        if type(first) is int and place.name in self._own:
+            notes = StepNotes(total)
+            yield from self._take(self._late, place, notes.trace(first))
+            numbers: dict[int, Any] = {number: notes.trace(number) for number in notes.choose(MOST_STEPS)}
+        else:
+            counts = isinstance(first, itertools.count)
+            numbers = {number: itertools.count(number) if counts else number for number in _list_round(total)}
+        for number, value in numbers.items():
+            yield from self._try(f"where {place.name} is {number}", self._late, place, value)
+
+    def _try(self, when: str, step: int, place: KeptPlace | None = None, value: Any = None) -> Batches:
+        """A batch of `step`, with `value` in `place`, and the usual one after it. Raises UsageError if that differs."""
+        if time.process_time() > self._until:
+            return
+        yield from self._take(step, place, value)
+        yield from self._take(self._late)
+        trial = self._trial
+        trial.note(trial.compare_rules(self._ended, trial.ended[-1], f"a batch {when}"))
+        if not kept.is_same(self._usual, trial.taken[-1][0]):
+            self._memory.look()
+            trial.note(self._refuse(when, kept.compare(self._usual, trial.taken[-1][0])))
+        if trial.fault is not None:
+            raise trial.fault
+
+    def _refuse(self, when: str, what: str) -> UsageError:
+        changed = [place.name for place in self._memory.list_changed() if place.name not in self._own]
+        names = f" ({', '.join(changed[:3])})" if changed else ""
+        hint = f"{applied.JOINS}: compute it from batch.step in each batch, or keep it in a buffer of the model"
+        if (now := self._read_modes()) != self._begun:
+            names, hint = f": {modes.describe_left(self.inputs.model, now, self._begun)}", modes.HINT
         return UsageError(
-            f"in step {step} the loop changes something that later batches use{names}; after a batch of that step "
-            f"{what}, with equal seeds and parameters",
+            f"{when} the loop changes something that later batches use{names}; after such a batch {what}, with equal "
+            "seeds and parameters",
             hint=hint,
         )
 
     def _read_modes(self) -> list[bool]:
         return [part.training for part in self.inputs.model.modules()]
+
+
+def _list_round(total: int) -> list[int]:
+    """Numbers below `total` of which many a count is a multiple, and those before them.
+
+    >>> _list_round(1001)
+    [1000, 999, 840, 839, 600, 599, 720, 719, 960, 959, 984, 983, 994, 993]
+    """
+    if total <= MOST_STEPS:
+        return list(range(total))
+    largest = [(total - 1) // by * by for by in (63_000, 5_040, 1_000, 840, 600, 360, 240, 120, 100, 60, 24, 7)]
+    return list(dict.fromkeys(at for number in largest if number for at in (number, number - 1)))
 
 
 def _spare_programs() -> None:

@@ -53,6 +53,8 @@ class _Traced:
 
     _notes: StepNotes
     _back: Callable[[float], float]
+    _period: Number = 0
+    """Of a remainder the divisor: it has its value again so much later."""
 
     @classmethod
     def make(cls, value: Any, notes: StepNotes, back: Callable[[float], float]) -> Any:
@@ -63,6 +65,8 @@ class _Traced:
     def _note(self, wanted: Any) -> None:
         if isinstance(wanted, numbers.Real):
             self._notes.note(self._back(float(wanted)))
+            if self._period:
+                self._notes.note(self._back(float(wanted) + self._period))
 
     def _follow(self, value: Any, back: Callable[[float], float]) -> Any:
         """`value`, which follows from this number as `back` says; what is no plain number is left alone."""
@@ -124,9 +128,12 @@ def _divide(self: Any, other: Any) -> Any:
 
 
 def _remain(self: Any, other: Any) -> Any:
-    """`%`: of the multiple at or below this number."""
+    """`%`: of the multiple at or below this number, and of the next one."""
     below = _plain(self) - _plain(self) % other if _is_real(other) and other else 0
-    return _compute("__mod__", lambda wanted, _: below + wanted)(self, other)
+    value = _compute("__mod__", lambda wanted, _: below + wanted)(self, other)
+    if isinstance(value, _Traced):
+        value._period = _plain(other) if isinstance(other, _Traced) else other
+    return value
 
 
 def _hash(self: Any) -> int:
