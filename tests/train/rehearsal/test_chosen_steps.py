@@ -53,11 +53,13 @@ class Run:
         for number, batch in enumerate(job):
             self.count += 1
             now = {"enumerate": number, "an attribute": self.count, "an iterator": next(clock)}.get(counts, batch.step)
-            if not after:
+            if not after and counts != "the loss":
                 change(self, now)
             loss = nn.functional.cross_entropy(self.model(batch.inputs) / self.warmth, batch.labels)
+            if not after and counts == "the loss":
+                change(self, loss)
             if job.step(loss) and after:
-                change(self, job.steps)
+                change(self, loss if counts == "the loss" else job.steps)
         self.total = job.steps
 
 
@@ -152,6 +154,22 @@ def test_what_a_loop_changes_by_a_count_of_its_own_is_refused_too(counts, why, c
     run = Run()
     with pytest.raises(UsageError, match=why):
         run.train(change, after=False, counts=counts, epochs=40)
+
+
+@pytest.mark.parametrize("after", [True, False], ids=["after the step", "before it"])
+def test_what_a_loop_decides_for_later_batches_by_a_loss_is_refused(after):
+    """Each worker would decide by its own part, and one that joins has not seen it."""
+    run = Run()
+
+    def decide(run, loss):
+        if loss.item() < 0.2:
+            run.warmth = 0.5
+
+    why = r"a number that it looks at is 0 times as large .*\(the loop's self\.warmth\)"
+    with pytest.raises(UsageError, match=why):
+        run.train(decide, after=after, counts="the loss")
+    run.train(lambda run, loss: run.history.append(loss.item()), after=after, counts="the loss")
+    assert run.total <= len(run.history)
 
 
 def set_by_the_step(run, step):

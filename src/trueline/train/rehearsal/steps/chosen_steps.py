@@ -3,7 +3,8 @@
 A worker that joins later has not seen such a step. So the loop gets a batch whose step notes what it is compared with
 (`traced_step.py`), then one of each of these steps, and after each of them the first records again at the usual step,
 which have to have the loss and to leave the optimizer's numbers that they had before. A count that the loop keeps
-itself is noted in the same way; that of `enumerate`, which shows nothing, has numbers with many divisors.
+itself is noted in the same way; that of `enumerate`, which shows nothing, has numbers with many divisors. Where the
+code looks at a number of its batch (`if loss.item() < 0.5`), a batch has other numbers there.
 
 This happens in a fork of its own, since other trials may have met such a step; files that the loop's code opens for
 writing are /dev/null there, and a program that it starts ends the fork, and so the trial.
@@ -15,22 +16,57 @@ import itertools
 import os
 import subprocess
 import time
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
 from trueline.errors import UsageError
+from trueline.train import dynamo
 from trueline.train.rehearsal import applied, kept, modes, places
 from trueline.train.rehearsal.places import KeptPlace
 from trueline.train.rehearsal.steps.traced_step import StepNotes
 from trueline.train.step.contribution import StepBatch
 from trueline.train.step.optimizer_settings import OptimizerSettings
+from trueline.train.step.parts.still import LOOKS
 from trueline.train.step.plan import choose_late
 from trueline.train.step.trial import LossTrial
 
 MOST_STEPS, MOST_S = 32, 4.0
 """Steps that are tried, and the processor time after which none begins."""
+FACTORS = 0.0, 1e3
+"""Of the numbers that code looks at."""
 Batches = Generator[StepBatch, None, None]
+
+
+class OtherNumbers(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Makes single numbers of tensors that code looks at `factor` times as large; `seen` counts them."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.factor, self.seen, self._open = 1.0, 0, True
+
+    @contextmanager
+    def close(self) -> Iterator[None]:
+        """In this block nothing is seen."""
+        self._open = False
+        try:
+            yield
+        finally:
+            self._open = True
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self._open and func.overloadpacket in LOOKS and _is_single(args[0]):
+            self.seen += 1
+            args = args if self.factor == 1.0 else (args[0].detach() * self.factor, *args[1:])
+        return func(*args, **(kwargs or {}))
+
+
+def _is_single(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.numel() == 1 and value.is_floating_point()
 
 
 class ChosenStepsTrial:
@@ -52,6 +88,7 @@ class ChosenStepsTrial:
         self._late = choose_late(tried.inputs.total_steps)
         self._memory = kept.KeptNames(tried.inputs.model, places.list_caller_spaces)
         self._enumerates = places.list_enumerates()  # a fork hides what the collector knows
+        self._numbers = OtherNumbers()
         self.done = False
 
     def answer(self) -> dict[str, Any]:
@@ -65,7 +102,7 @@ class ChosenStepsTrial:
         """Raises UsageError for the first step that changes what others use."""
         self._until, notes = time.process_time() + MOST_S, StepNotes(self.inputs.total_steps)
         self._trial = trial = applied.AppliedTrial(self._tried, self._settings)
-        self._tried.after = trial.take
+        self._tried.after = self._take_loss
         applied.spare_files()
         _spare_programs()
         for step in (notes.trace(self._late), self._late, self._late):  # the trial compares the third with the first
@@ -84,6 +121,9 @@ class ChosenStepsTrial:
             yield from self._try(f"in step {step}", notes.trace(step))
         for place, first in self._counts:
             yield from self._try_count(place, first)
+        for factor in FACTORS if self._numbers.seen else ():
+            self._numbers.factor = factor
+            yield from self._try(f"where a number that it looks at is {factor:g} times as large", self._late)
 
     def _take(self, step: int, place: KeptPlace | None = None, value: Any = None) -> Batches:
         """A batch of the first records, with `value` in `place`, and in each other count what it had at first."""
@@ -91,7 +131,14 @@ class ChosenStepsTrial:
             other.put(kept.copy_count(first) if isinstance(first, itertools.count) else first)
         if place is not None:
             place.put(value)
-        yield from self._trial.take_one(self.inputs.chosen, step)
+        eager = torch.compiler.set_stance("force_eager") if dynamo.is_loaded() else nullcontext()
+        with eager, self._numbers:
+            yield from self._trial.take_one(self.inputs.chosen, step)
+
+    def _take_loss(self, loss: torch.Tensor) -> bool:
+        """What is looked at here is not the loop's."""
+        with self._numbers.close():
+            return self._trial.take(loss)
 
     def _try_count(self, place: KeptPlace, first: Any) -> Batches:
         """A number that the loop counts itself: at those that its code compares it with, if that is seen."""
@@ -111,6 +158,7 @@ class ChosenStepsTrial:
         if time.process_time() > self._until:
             return
         yield from self._take(step, place, value)
+        self._numbers.factor = 1.0
         yield from self._take(self._late)
         trial = self._trial
         trial.note(trial.compare_rules(self._ended, trial.ended[-1], f"a batch {when}"))

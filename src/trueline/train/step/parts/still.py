@@ -29,7 +29,7 @@ _BOUNDS = frozenset(
     for place in ("", "_")
 ) | {torch.ops.aten.maximum, torch.ops.aten.minimum, torch.ops.aten.where}
 """Operators that are linear on either side of a bound."""
-_LOOKS = frozenset(getattr(torch.ops.aten, name) for name in ("gt", "ge", "lt", "le", "_local_scalar_dense"))
+LOOKS = frozenset(getattr(torch.ops.aten, name) for name in ("gt", "ge", "lt", "le", "_local_scalar_dense"))
 """Operators that compare a number, or give it to Python."""
 _ANSWERS = torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape
 """Tags of operators that give Python a number (`torch.equal`), or a size that follows from values (`nonzero`)."""
@@ -81,7 +81,7 @@ class WatchedOperators(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs = kwargs or {}
         if self._still and func.overloadpacket in _BOUNDS:
             return self._meet_bound(func, args, kwargs)
-        if self.looks and func.overloadpacket in _LOOKS:
+        if self.looks and func.overloadpacket in LOOKS:
             args = self._look_at(args)
         drawing = torch.Tag.nondeterministic_seeded in func.tags
         names = [argument.name for argument in func._schema.arguments] if drawing else []
@@ -93,7 +93,7 @@ class WatchedOperators(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.tosses = self.tosses or (self.draws and func.overloadpacket is torch.ops.aten._local_scalar_dense)
         result = func(*args, **kwargs)
         first = result[0] if isinstance(result, tuple | list) and result else result
-        if self.looks and func.overloadpacket not in _LOOKS and any(tag in func.tags for tag in _ANSWERS):
+        if self.looks and func.overloadpacket not in LOOKS and any(tag in func.tags for tag in _ANSWERS):
             self.glances.append(float(first.numel() if isinstance(first, torch.Tensor) else first))
         if isinstance(first, torch.Tensor):
             self.half, self.single = self.half or first.dtype in _HALF, self.single or first.dtype == torch.float32
