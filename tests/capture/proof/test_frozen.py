@@ -284,8 +284,23 @@ class LooksAtItsOwn(nn.Module):
         return x * self.scale * 2
 
 
+class TakesPartsByAList(nn.Module):
+    """No value decides how many steps there are, and a trace follows the slices."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        parts, start = [x.sum(0)], 0
+        ends = (x[0].abs() * 2).long().sort().values.tolist()
+        for end in ends:
+            part = x[start:end]
+            parts.append(torch.square(part).sum(0))
+            start = end
+        return torch.stack(parts)
+
+
 @pytest.mark.jobs
-@pytest.mark.parametrize("kind", [ChecksUnlessTraced, ShortensUnlessTraced, KeepsANumber, LooksAtItsOwn])
+@pytest.mark.parametrize(
+    "kind", [ChecksUnlessTraced, ShortensUnlessTraced, KeepsANumber, LooksAtItsOwn, TakesPartsByAList]
+)
 def test_what_changes_no_answer_outside_of_a_trace_is_no_reason_to_refuse(
     kind: type[nn.Module], tmp_path: Path
 ) -> None:

@@ -53,15 +53,45 @@ def decides(node: ast.AST, line: int) -> bool:
 
 
 @functools.lru_cache(maxsize=1024)
-def find_deciding(file: str, line: int) -> tuple[int, ...]:
-    """`line` where it decides, and lines of its function whose test has a name in it that comes from there."""
+def find_deciding(file: str, line: int, *, lists: bool = True) -> tuple[int, ...]:
+    """`line` where it decides, and lines of its function whose test has a name in it that comes from there. Without
+    `lists` no loop over `.tolist()` of a tensor: its size decides how many steps there are."""
     function, names = _follow_names(file, line)
     nodes = list(ast.walk(function)) if function is not None else []
+    if not lists:
+        listed = _names_of_lists(nodes)
+        nodes = [node for node in nodes if not (isinstance(node, ast.For) and _is_list(node.iter, listed))]
     found = {test.lineno for node in nodes for test in tests_of(node) if names & names_of(test, ast.Load)}
     for node in nodes:
         if isinstance(node, ast.Match) and (spans(node.subject, line) or names & names_of(node.subject, ast.Load)):
             found |= {part.lineno for case in node.cases for part in _find_tried(case.pattern)}
     return tuple(sorted(found | {line for node in nodes if decides(node, line)}))
+
+
+def _names_of_lists(nodes: Sequence[ast.AST]) -> set[str]:
+    """The names of a function that are bound once, to `.tolist()` of a tensor."""
+    bound = [name for node in nodes for name in names_of(node, ast.Store) if isinstance(node, ast.Name)]
+    return {
+        target.id
+        for node in nodes
+        if isinstance(node, ast.Assign) and _is_list(node.value, set())
+        for target in node.targets
+        if isinstance(target, ast.Name) and bound.count(target.id) == 1
+    }
+
+
+def _is_list(node: ast.expr, names: set[str]) -> bool:
+    """Whether `node` is `.tolist()` of a tensor, one of `names`, or counts or pairs the elements of such lists."""
+    match node:
+        case ast.Call(func=ast.Attribute(attr="tolist"), args=[], keywords=[]):
+            return True
+        case ast.Name(id=name):
+            return name in names
+        case ast.Call(func=ast.Name(id="enumerate" | "reversed"), args=[counted], keywords=[]):
+            return _is_list(counted, names)
+        case ast.Call(func=ast.Name(id="zip"), args=[_, *_] as zipped, keywords=[]):
+            return all(_is_list(one, names) for one in zipped)
+    return False
 
 
 def _find_tried(pattern: ast.pattern) -> list[ast.pattern]:
@@ -82,7 +112,8 @@ def is_looked_up(file: str, line: int, traced: frozenset[int] = frozenset()) -> 
     follows from it may be the same for all but few numbers.
 
     On the lines `traced` the exported program has operators from which its answer follows. If `line` is one of them, a
-    function of numpy's that a trace has a counterpart of is none of these there: the trace followed it, or raised.
+    function of numpy's that a trace has a counterpart of is none of these there, and no number in a slice is: the trace
+    followed it, or raised.
     """
     function = _function_around(file, line)
     told = function is None or line not in traced or _may_know_a_trace(function)
@@ -94,7 +125,7 @@ def is_looked_up(file: str, line: int, traced: frozenset[int] = frozenset()) -> 
                 places: Sequence[ast.AST] = args
             case ast.Compare(ops=[ast.In() | ast.NotIn()], left=left):
                 places = [left]
-            case ast.Subscript(slice=index):
+            case ast.Subscript(slice=index) if not numbers.is_part(node):
                 places = [index]
             case ast.JoinedStr(values=values):
                 places = values
@@ -130,7 +161,15 @@ class _Numbers:
             return False
         return _takes(node, self.line) or any(map(self.are_in, ast.iter_child_nodes(node)))
 
+    def is_part(self, node: ast.AST) -> bool:
+        """Whether `node` is a slice that the trace followed: of a tensor, since one of a list would have raised."""
+        if not (isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Slice)):
+            return False
+        return node.lineno in self.traced and not self.are_in(node.value)
+
     def _makes_tensor(self, node: ast.AST) -> bool:
+        if self.is_part(node):
+            return True
         if not isinstance(node, ast.Call):
             return False
         called = ast.unparse(node.func)

@@ -139,17 +139,17 @@ def _find_undecided(
     taken: Collection[Place],
     ways: Sequence[Sequence[Event]],
     sizes: Collection[Place] = (),
-    traced: Collection[SourceLine] = (),
+    traced: Collection[SourceLine] | None = None,
 ) -> SourceLine | None:
     """The first line that a number taken at one of these places decides, and that goes one way on all probes, or where
-    it is looked up. At `sizes` only the size of a tensor is known by then; `traced` are lines of
-    operators that the exported program has."""
+    it is looked up. At `sizes` only the size of a tensor is known by then; `traced` are lines of operators that the
+    exported program has, where there is one: how many numbers a list has is in its guards."""
     for at in taken:
         place = at[0]
-        lines = frozenset(one.line for one in traced if one.file == place.file)
+        lines = frozenset(one.line for one in traced or () if one.file == place.file)
         if at not in sizes and is_looked_up(place.file, place.line, lines):
             return place
-        for line in find_deciding(place.file, place.line):
+        for line in find_deciding(place.file, place.line, lists=traced is None or at in sizes):
             if _is_one_sided(ways, place.file, line):
                 return SourceLine(file=place.file, line=line)
     return None
