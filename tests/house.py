@@ -103,6 +103,7 @@ MAX_LINES += 160  # bags of rows whose offsets fall, which torch reads beyond
 MAX_LINES += 270  # records that were replaced, what a trial reads again, folders of killed launches, counts
 MAX_LINES += 680  # unequal lists are counted; loops are tried at steps, counts and losses that they name
 MAX_LINES += 40  # loops over lists of a size, slices by their numbers (0020)
+MAX_LINES += 1_000  # complex numbers, gamma, quantiles, Bessel functions and further writes in ONNX (0020)
 MAX_FOLDER_FILES = 20
 MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 50

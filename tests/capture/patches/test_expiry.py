@@ -656,6 +656,23 @@ CASES: dict[Any, Case] = {
     _ATEN.repeat_interleave.self_int: of(lambda x: x.repeat_interleave(x.shape[1], dim=1), CUBE, free=(1,)),
     _PRIMS.prod.default: of(lambda x: x.cumprod(1), R),
     _ATEN._cdist_forward.default: of(lambda x: torch.cdist(x, x.flip(1)), CUBE),
+    _ATEN._pdist_forward.default: of(F.pdist, CUBE[0]),
+    _PRIMS.frexp.default: of(lambda x: tuple(torch.frexp(x)), R),
+    _PRIMS.lgamma.default: of(torch.lgamma, R),
+    _PRIMS.digamma.default: of(torch.digamma, R),
+    _PRIMS.erf_inv.default: of(lambda x: torch.erfinv(x / 4), R),
+    _PRIMS.ndtri.default: of(lambda x: torch.special.ndtri(x.sigmoid()), R),
+    _PRIMS.bessel_i0.default: of(torch.special.i0, R),
+    _PRIMS.bessel_i0e.default: of(torch.special.i0e, R),
+    _PRIMS.bessel_i1.default: of(torch.special.i1, R),
+    _PRIMS.bessel_i1e.default: of(torch.special.i1e, R),
+    _ATEN.put.default: of(lambda x: x.put(SIX[:2], x[0, :2], accumulate=True), R),
+    _ATEN.index_reduce.default: of(lambda x: x.index_reduce(1, SIX[[0, 0, 1]], x[:, :3], "mean"), R),
+    _ATEN.scatter.reduce: of(lambda x: x.scatter(1, SIX[None, :2], x[:1, :3], reduce="multiply"), R),
+    _ATEN.scatter.value_reduce: of(lambda x: x.scatter(1, SIX[None, :2], 3.0, reduce="multiply"), R),
+    _ATEN.zeros.default: of(lambda x: (torch.zeros(6, dtype=torch.cfloat) + x).imag, R),
+    _ATEN.ones.default: of(lambda x: (torch.ones(6, dtype=torch.cfloat) * x).imag, R),
+    _ATEN.full.default: of(lambda x: (torch.full((6,), 1 + 2j) * x).imag, R),
     _ATEN.adaptive_avg_pool2d.default: of(
         lambda pool, x: pool(x),
         IMAGE,
@@ -705,6 +722,7 @@ def is_right(case: Case, operators: Mapping[Any, Any]) -> bool:
 
 
 @pytest.mark.slow  # exports programs
+@pytest.mark.filterwarnings("ignore:index_reduce", "ignore:The reduce argument of torch.scatter")
 @pytest.mark.parametrize("operator", few(CASES, 5), ids=str)
 def test_torch_onnx_still_needs_the_translation(operator: Any) -> None:
     others = {name: written for name, written in TRANSLATIONS.items() if name is not operator}

@@ -39,7 +39,7 @@ from trueline.capture.onnx import (
     torchlib_cache,
     weight_parts,
 )
-from trueline.capture.onnx.dtypes import casts, exact_numbers, fusions
+from trueline.capture.onnx.dtypes import casts, complex_numbers, exact_numbers, fusions
 from trueline.capture.onnx.numerics import EXACT_TAILS
 from trueline.capture.onnx.translations import TRANSLATIONS
 from trueline.capture.opsets import FORMAT_VERSIONS
@@ -208,6 +208,7 @@ def _export(
         recurrent.keep_layers_whole(),
         optimizer_rules.take_stacks_apart(),  # before the list of translations is kept
         torchlib_cache.cache_torchlib(),
+        complex_numbers.translate_pairs(),
         decomposition_cache.cache_operators(),
         optimizer_rules.keep_answers(),
         exact_numbers.keep_exact(),

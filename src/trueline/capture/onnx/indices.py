@@ -19,7 +19,7 @@ _ATEN = torch.ops.aten
 op: Any = opset18
 
 
-def _refuse_negative(index: Any, size: Any) -> Any:
+def refuse_negative(index: Any, size: Any) -> Any:
     """`index`, with `size` in place of each negative one."""
     if index.is_graph_input():
         return index
@@ -29,13 +29,13 @@ def _refuse_negative(index: Any, size: Any) -> Any:
     return found
 
 
-def _size(self: Any, dim: int) -> Any:
+def size_of(self: Any, dim: int) -> Any:
     axis = dim % len(self.shape)
     return op.Squeeze(op.Shape(self, start=axis, end=axis + 1), op.Constant(value_ints=[0]))
 
 
 def _embedding(weight: Any, indices: Any, *rest: Any, **options: Any) -> Any:
-    return op.Gather(weight, _refuse_negative(indices, _size(weight, 0)))
+    return op.Gather(weight, refuse_negative(indices, size_of(weight, 0)))
 
 
 def _along(translate: Callable[..., Any]) -> Callable[..., Any]:
@@ -43,7 +43,7 @@ def _along(translate: Callable[..., Any]) -> Callable[..., Any]:
 
     def refusing(self: Any, dim: int, index: Any, *rest: Any, **options: Any) -> Any:
         if len(self.shape):
-            index = _refuse_negative(index, _size(self, dim))
+            index = refuse_negative(index, size_of(self, dim))
         return translate(self, dim, index, *rest, **options)
 
     return refusing
@@ -58,7 +58,7 @@ def _classes(translate: Callable[..., Any]) -> Callable[..., Any]:
         if target.dtype.is_integer():
             zero, ignored = (op.CastLike(op.Constant(value_int=number), target) for number in (0, ignore_index))
             outside = op.And(op.Less(target, zero), op.Not(op.Equal(target, ignored)))
-            checked = op.Where(outside, op.CastLike(_size(self, min(1, len(self.shape) - 1)), target), target)
+            checked = op.Where(outside, op.CastLike(size_of(self, min(1, len(self.shape) - 1)), target), target)
             checked.shape, checked.type = target.shape, target.type
             target = checked
         return translate(self, target, weight, reduction, ignore_index, *rest)
@@ -91,7 +91,7 @@ def _cross_entropy(
     elif reduction == 2:
         smooth = op.ReduceSum(smooth, keepdims=0)
     kept, share = (op.CastLike(op.Constant(value_float=one), self) for one in (1 - label_smoothing, label_smoothing))
-    share = op.Div(share, op.CastLike(_size(self, _class_dim(self)), self))
+    share = op.Div(share, op.CastLike(size_of(self, _class_dim(self)), self))
     return op.Add(op.Mul(found, kept), op.Mul(smooth, share))
 
 
@@ -101,7 +101,7 @@ def _of_probabilities(self: Any, target: Any, weight: Any, reduction: int, label
         kept, share = (
             op.CastLike(op.Constant(value_float=one), self) for one in (1 - label_smoothing, label_smoothing)
         )
-        target = op.Add(op.Mul(target, kept), op.Div(share, op.CastLike(_size(self, dim), self)))
+        target = op.Add(op.Mul(target, kept), op.Div(share, op.CastLike(size_of(self, dim), self)))
     found = _sum_classes(self, op.Mul(op.LogSoftmax(self, axis=dim), target), weight)
     if reduction == 0:
         return found
@@ -127,8 +127,8 @@ def _bags(translate: Callable[..., Any]) -> Callable[..., Any]:
     end among the ids. A bag between others would be empty."""
 
     def refusing(weight: Any, indices: Any, offsets: Any, *rest: Any, **options: Any) -> Any:
-        size, zero, one = _size(weight, 0), op.Constant(value_ints=[0]), op.Constant(value_ints=[1])
-        checked = _refuse_negative(indices, size)
+        size, zero, one = size_of(weight, 0), op.Constant(value_ints=[0]), op.Constant(value_ints=[1])
+        checked = refuse_negative(indices, size)
         first, last = op.CastLike(zero, offsets), op.CastLike(op.Shape(indices, start=0, end=1), offsets)
         bounds = op.Concat(first, offsets, last, axis=0)
         after, before = op.Slice(bounds, one, op.Shape(bounds), zero), op.Slice(bounds, zero, op.Neg(one), zero)
@@ -159,7 +159,7 @@ def _put_along(self: Any, dim: int, index: Any, source: Any, *, reduction: str) 
         raise NotImplementedError("slices of a single number have no translation")
     axis = dim % len(self.shape)
     shape = [-1 if at == axis else 1 for at in range(len(self.shape))]
-    places = op.Reshape(_refuse_negative(index, _size(self, dim)), op.Constant(value_ints=shape))
+    places = op.Reshape(refuse_negative(index, size_of(self, dim)), op.Constant(value_ints=shape))
     places = op.Expand(op.Cast(places, to=ir.DataType.INT64), op.Shape(source))
     return op.ScatterElements(self, places, source, axis=axis, reduction=reduction)
 
@@ -169,7 +169,7 @@ def _one_hot(self: Any, num_classes: int = -1) -> Any:
     if num_classes < 0:
         raise NotImplementedError("one_hot without a number of classes: its shape would depend on values")
     classes = op.Range(*(op.Constant(value_int=number) for number in (0, num_classes, 1)))
-    found = op.Gather(classes, _refuse_negative(self, op.Constant(value_int=num_classes)))
+    found = op.Gather(classes, refuse_negative(self, op.Constant(value_int=num_classes)))
     return op.Cast(op.Equal(op.Unsqueeze(found, op.Constant(value_ints=[-1])), classes), to=ir.DataType.INT64)
 
 

@@ -17,7 +17,8 @@ from onnxscript.onnx_opset import opset18
 from torch.onnx._internal.exporter._torchlib.ops import hop
 
 from trueline.capture.onnx import indices, integer_arithmetic, numerics, order_statistics, resampling
-from trueline.capture.onnx.dtypes import double_operators
+from trueline.capture.onnx.dtypes import complex_numbers, double_operators
+from trueline.capture.onnx.functions import bessel, gamma, writes
 from trueline.capture.onnx.signals import windows
 from trueline.capture.patches import Patch
 
@@ -143,7 +144,31 @@ def _cdist(x1: Any, x2: Any, p: float, compute_mode: int | None) -> Any:
         return op.ReduceL2(apart, [-1], keepdims=0)
     if p == 1:
         return op.ReduceL1(apart, [-1], keepdims=0)
-    raise NotImplementedError(f"cdist with p={p} has no translation; p=1 and p=2 have")
+    if p == math.inf:
+        return op.ReduceMax(op.Abs(apart), [-1], keepdims=0)
+    raise NotImplementedError(f"cdist with p={p} has no translation; p=1, p=2 and p=inf have")
+
+
+def _pdist(self: Any, p: float = 2) -> Any:
+    """The distances of each row to each later one."""
+    far, count = _cdist(self, self, p, None), op.Squeeze(op.Shape(self, start=0, end=1))
+    numbers = op.Range(op.Constant(value_int=0), count, op.Constant(value_int=1))
+    later = op.Less(op.Unsqueeze(numbers, [1]), op.Unsqueeze(numbers, [0]))
+    row = op.Constant(value_ints=[-1])
+    return op.Compress(op.Reshape(far, row), op.Reshape(later, row))
+
+
+def _frexp(self: Any) -> tuple[Any, Any]:
+    """Fractions from a half up to one, and powers of two. The logarithm may be off by one, which the fraction shows."""
+    x, zero = op.Cast(self, to=ir.DataType.DOUBLE), gamma.hold(0.0)
+    none = op.Or(op.Equal(x, zero), op.Or(op.IsInf(x), op.IsNaN(x)))
+    size = op.Where(none, gamma.hold(1.0), op.Abs(x))
+    power = op.Add(op.Floor(op.Div(op.Log(size), gamma.hold(math.log(2)))), gamma.hold(1.0))
+    part = op.Div(size, op.Pow(gamma.hold(2.0), power))
+    power = op.Where(op.GreaterOrEqual(part, gamma.hold(1.0)), op.Add(power, gamma.hold(1.0)), power)
+    power = op.Where(op.Less(part, gamma.hold(0.5)), op.Sub(power, gamma.hold(1.0)), power)
+    power = op.Where(none, zero, power)
+    return op.Cast(op.Div(x, op.Pow(gamma.hold(2.0), power)), to=self.dtype), op.Cast(power, to=ir.DataType.INT32)
 
 
 def _adaptive_avg_pool2d(self: Any, output_size: Sequence[int]) -> Any:
@@ -280,9 +305,13 @@ TRANSLATIONS: dict[Callable[..., Any], Callable[..., Any]] = {
     **indices.TRANSLATIONS,
     **numerics.TRANSLATIONS,
     **double_operators.TRANSLATIONS,
+    **complex_numbers.TRANSLATIONS,
     **resampling.TRANSLATIONS,
     **order_statistics.TRANSLATIONS,
     **windows.TRANSLATIONS,
+    **gamma.TRANSLATIONS,
+    **bessel.TRANSLATIONS,
+    **writes.TRANSLATIONS,
     _ATEN.add.Tensor: _add,
     _ATEN.divide.Tensor: _promote(core.aten_div),
     _ATEN.multiply.Tensor: _promote(core.aten_mul),
@@ -300,6 +329,8 @@ TRANSLATIONS: dict[Callable[..., Any], Callable[..., Any]] = {
     _ATEN.repeat_interleave.self_int: _repeat_interleave,
     torch.ops.prims.prod.default: _prod,
     _ATEN._cdist_forward.default: _cdist,
+    _ATEN._pdist_forward.default: _pdist,
+    torch.ops.prims.frexp.default: _frexp,
     _ATEN.adaptive_avg_pool2d.default: _adaptive_avg_pool2d,
     _ATEN.upsample_nearest1d.vec: _nearest,
     _ATEN.upsample_nearest2d.vec: _nearest,
