@@ -191,6 +191,30 @@ def test_a_size_that_is_fixed_by_what_divides_it_is_free_in_multiples(format: st
         session.run({"x": np.zeros((1, 2, 12, 8), np.float32)})
 
 
+class ExpertsChoose(nn.Module):
+    """Each of three experts takes two thirds of the records, and at least one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(3, 6, 6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        share, chosen = x[:, :3].softmax(-1).t().topk(max(1, len(x) * 2 // 3), -1)
+        made = torch.einsum("ekd,edf->ekf", x[chosen], self.weight) * share[..., None]
+        return torch.zeros_like(x).index_add(0, chosen.reshape(-1), made.reshape(-1, 6))
+
+
+@pytest.mark.parametrize("format", EMITTERS)
+def test_a_share_of_the_batch_that_torch_takes_for_more_than_one_may_be_one(format: str, tmp_path: Path) -> None:
+    eager = EagerSession(ExpertsChoose().eval(), (torch.randn(8, 6),))
+    exported = torch_export.export(eager.module, eager.calling)
+    assert exported.signature.dims["batch"] == Dim(min=1)
+    session = open_session(format, EMITTERS[format](exported, tmp_path), exported.signature)
+    for batch in (1, 2, 3, 11):
+        x = {"x": torch.randn(batch, 6).numpy()}
+        assert compare(eager.run(x), session.run(x)).agrees
+
+
 @pytest.mark.parametrize("size", [6, 7, 9, 10])
 def test_a_size_that_stays_fixed_in_multiples_is_refused_as_before(size: int) -> None:
     class Exact(nn.Module):

@@ -147,6 +147,14 @@ def test_what_a_single_record_or_step_alone_breaks_is_the_exporters_assumption()
     assert not strict.allows({"batch": 1, "length": 3, "other": 2})
 
 
+def test_a_step_of_several_elements_is_assumed_to_be_no_single_one() -> None:
+    share = f"max(1, (2*{A}) // 3)"
+    wide, *_, strict = claimed(f"{share} != 1", f"6*{share} > 6", f"(3 % (3*{share})) != 0", batch=Dim(min=3))
+    assert wide.dims["batch"] == Dim(min=1)
+    assert strict.dims["batch"] == Dim(min=3)
+    assert claimed(f"6*{share} > 5", f"6*{share} > 12")[0].dims["batch"].min > 2
+
+
 @pytest.mark.parametrize("code", [f"{A} * {L} > 5", f"{A} < {L}", f"{A} * {L} != 6", f"16 * ({L} // 4) * {A} != 0"])
 def test_what_larger_sizes_break_too_is_no_assumption(code: str) -> None:
     assert all(claim.guards or claim.dims["length"].min > 2 for claim in claimed(code)[-2:])

@@ -191,11 +191,17 @@ def _orders(tree: ast.expr) -> bool:
 
 
 def _assumes(tree: ast.expr) -> bool:
-    """`expression != 0`, `!= 1`, `> 1`, `>= 2`: the exporter treats 0 and 1 as special everywhere. What a remainder is
-    compared with stands in the model, but for the length of what is filled up to a multiple."""
+    """`expression != 0`, `!= 1`, `> 1`, `>= 2`, `6 * expression > 6`: the exporter treats 0 and 1 as special in all.
+    What a remainder is compared with stands in the model, but for the length of what is filled up to a multiple."""
     if _is_remainder(tree):
         return False
     match tree:
+        case ast.Compare(
+            left=ast.BinOp(left=ast.Constant(value=int(factor)), op=ast.Mult()),
+            ops=[ast.NotEq() | ast.Gt()],
+            comparators=[ast.Constant(value=int(other))],
+        ) if factor == other:  # a step between elements
+            return True
         case ast.Compare(ops=[ast.NotEq() | ast.Gt()], comparators=[ast.Constant(value=0 | 1)]):
             return True
         case ast.Compare(left=ast.Constant(value=0 | 1), ops=[ast.NotEq() | ast.Lt()]):

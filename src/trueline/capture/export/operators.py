@@ -149,12 +149,13 @@ def _aliases(operator: torch._ops.OpOverload) -> dict[str, Any]:
 
 @contextmanager
 def ranges_from_one(program: torch.export.ExportedProgram) -> Iterator[None]:
-    """In the block, where `program` is saved, a size that is made of another (three times the batch) begins at 1: torch
-    lets a size of its own begin there, and takes 6 for the least of three times one. The signature says what is held.
+    """In the block, where `program` is saved or loaded, each size begins at 1: torch lets one that it has as beginning
+    at 2, and takes 6 for the least of three times one, and 3 where two thirds of it are not 1. The signature says what
+    is held.
     """
     original = program._range_constraints
     program._range_constraints = {
-        size: span if size.is_symbol else ValueRanges(min(1, span.lower), span.upper) for size, span in original.items()
+        size: ValueRanges(min(2 if size.is_symbol else 1, span.lower), span.upper) for size, span in original.items()
     }
     try:
         yield

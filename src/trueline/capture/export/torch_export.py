@@ -391,7 +391,8 @@ class LoadedProgram:
 
     def __init__(self, exported: Exported) -> None:
         self.signature = exported.signature
-        self._module = exported.program.module(check_guards=False)
+        with operators.ranges_from_one(exported.program):
+            self._module = exported.program.module(check_guards=False)
 
     def run(self, inputs: Mapping[str, Array]) -> dict[str, Array]:
         self.signature.check(inputs)
