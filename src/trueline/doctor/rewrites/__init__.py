@@ -3,7 +3,16 @@
 from collections.abc import Callable, Iterable, Iterator
 
 from trueline.doctor.rewrites import state
-from trueline.doctor.rewrites.control import branches, caches, effects, folds, plain_forms, size_choices, while_loops
+from trueline.doctor.rewrites.control import (
+    branches,
+    caches,
+    effects,
+    first_steps,
+    folds,
+    plain_forms,
+    size_choices,
+    while_loops,
+)
 from trueline.doctor.rewrites.loops import pairs, vectorize
 from trueline.doctor.rewrites.scope import Candidate, Scope, Spot
 from trueline.doctor.rewrites.tensors import (
@@ -38,6 +47,7 @@ _FAMILIES: tuple[Callable[[Scope, Spot], Iterable[Candidate | None]], ...] = (
     longest.bound_by_sizes,
     numbers.keep_scalars,
     while_loops.rewrites,
+    first_steps.rewrites,
     pairs.map_pairs,
     vectorize.rewrites,
     state.keep_for_training,

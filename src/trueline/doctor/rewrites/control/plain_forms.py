@@ -354,4 +354,6 @@ def _append_and_reverse(loop: ast.For) -> list[ast.stmt] | None:
             ):
                 new.body[at] = statements(f"{name}.append({ast.unparse(value)})")[0]
                 reversed_.append(name)
+    for name in reversed_:  # the one in front is the last one now
+        new = NamedRows(name, "0", f"{name}[-1]").visit(new)
     return [new, *(one for name in reversed_ for one in statements(f"{name}.reverse()"))] if reversed_ else None
