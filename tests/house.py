@@ -103,6 +103,7 @@ MAX_LINES += 160  # bags of rows whose offsets fall, which torch reads beyond
 MAX_LINES += 270  # records that were replaced, what a trial reads again, folders of killed launches, counts
 MAX_LINES += 680  # unequal lists are counted; loops are tried at steps, counts and losses that they name
 MAX_LINES += 560  # loops over time whose first or last step goes another way
+MAX_LINES += 70  # the ends of pieces
 MAX_FOLDER_FILES = 20
 MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 50
