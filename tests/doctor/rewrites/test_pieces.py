@@ -1,4 +1,4 @@
-"""The first piece of a tensor, the last one and their number are slices and arithmetic, at any length."""
+"""The first piece of a tensor, the last one and their number are slices and arithmetic; zip cuts the longer tensor."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from trueline.capture.model.eager import EagerSession
 from trueline.doctor.api import calls_of
 from trueline.doctor.examine import prove_onnx
 from trueline.doctor.patch import patch_module
+from trueline.doctor.rewrites.control.plain_forms import cut_zips
 from trueline.doctor.rewrites.scope import Scope
 from trueline.doctor.rewrites.tensors.selections import slice_pieces
 from trueline.doctor.survey import survey
@@ -42,10 +43,10 @@ def edit(text: str) -> str | None:
     return next((found.text for found in slice_pieces(scope, spot) if found is not None), None)
 
 
-def answer(text: str, x: Tensor) -> Any:
+def answer(text: str, *given: Tensor) -> Any:
     names: dict[str, Any] = {"torch": torch}
     exec(text, names)
-    return names["f"](x)
+    return names["f"](*given)
 
 
 def test_the_ends_of_pieces_answer_as_the_pieces_do_at_each_length() -> None:
@@ -60,6 +61,29 @@ def test_the_ends_of_pieces_answer_as_the_pieces_do_at_each_length() -> None:
 @pytest.mark.parametrize("name", KEPT)
 def test_a_piece_that_may_be_none_or_of_another_tensor_stays_as_it_is(name: str) -> None:
     assert edit(KEPT[name]) is None
+
+
+ZIPPED = """
+def f(x, w):
+    total = 0
+    for frame, (k, more) in enumerate(zip(x.unbind(1), w)):
+        total = total + k.sum() * frame * more
+    return total
+"""
+
+
+@pytest.mark.parametrize("lengths", [(3, 5), (5, 3), (4, 4), (0, 2)])
+def test_zip_of_tensors_ends_with_the_shorter_one(lengths: tuple[int, int]) -> None:
+    function = ast.parse(ZIPPED).body[0]
+    assert isinstance(function, ast.FunctionDef)
+    x, w = torch.randn(2, lengths[0]), torch.randn(lengths[1])
+    scope = Scope(text=ZIPPED, function=function, seen={"x": x, "w": w})
+    spot = scope.spot(4)
+    assert spot is not None
+    (found,) = cut_zips(scope, spot)
+    assert found is not None
+    assert found.text.count("torch.sym_min(x.shape[1], w.shape[0])") == 2
+    torch.testing.assert_close(answer(found.text, x, w), answer(ZIPPED, x, w))
 
 
 class Overlapped(nn.Module):

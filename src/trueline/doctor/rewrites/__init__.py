@@ -50,6 +50,7 @@ _FAMILIES: tuple[Callable[[Scope, Spot], Iterable[Candidate | None]], ...] = (
     first_steps.rewrites,
     pairs.map_pairs,
     vectorize.rewrites,
+    plain_forms.cut_zips,
     state.keep_for_training,
     state.register_buffers,
 )

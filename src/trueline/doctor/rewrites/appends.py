@@ -116,7 +116,7 @@ def _tensor_use(node: ast.AST, name: str) -> ast.expr | ast.stmt | None:
     text = ast.unparse(node)
     if isinstance(node, ast.IfExp) and ast.unparse(node.test) in (name, f"len({name})", f"len({name}) > 0"):
         inner = {id(one): swap for one in ast.walk(node.body) if (swap := _tensor_use(one, name)) is not None}
-        return _swap_nodes(node.body, inner) if inner else None  # the proof compares where there are no steps
+        return swap_nodes(node.body, inner) if inner else None  # the proof compares where there are no steps
     if text in _write_turned(name):
         return expression(f"{name}.flip(0)")
     return expression(f"{name}.shape[0]") if text == f"len({name})" else None
@@ -147,7 +147,7 @@ def without_list(scope: Scope, spot: Spot, names: list[str], new: list[ast.stmt]
     tail: list[ast.stmt] = []
     for index in range(spot.index + 1, len(block)):
         if any(id(node) in swaps for node in ast.walk(block[index])):
-            tail += [*block[end:index], _swap_nodes(block[index], swaps)]
+            tail += [*block[end:index], swap_nodes(block[index], swaps)]
             end = index + 1
     return scope.replace(block[start:end], [*(one for one in kept if one is not None), *new, *tail])
 
@@ -166,7 +166,7 @@ def _without_names(statement: ast.stmt, names: list[str]) -> ast.stmt | None:
     return None
 
 
-def _swap_nodes(statement: _Node, swaps: Swaps) -> _Node:
+def swap_nodes(statement: _Node, swaps: Swaps) -> _Node:
     """A copy of `statement` with the nodes of `swaps` replaced."""
     twin = copy.deepcopy(statement)
     pairs = zip(ast.walk(statement), ast.walk(twin), strict=True)
