@@ -27,6 +27,7 @@ from trueline.doctor.rewrites import candidates
 from trueline.doctor.rewrites.scope import Candidate, Scope, Spot
 from trueline.doctor.rewrites.state import written_attribute
 from trueline.doctor.rewrites.tensors.numbers import FREED, fixes_size
+from trueline.doctor.rewrites.tensors.selections import makes_pieces
 from trueline.recipe.eager_mode import as_called
 
 MAX_EXAMINED = 16
@@ -237,7 +238,7 @@ def _lines_of(finding: Finding, search: _Search, text: str) -> list[int]:
     remembers = not search.oracle.forgetful
     for statement in ast.walk(node) if node is not None and (remembers or not found) else ():
         if isinstance(statement, ast.FunctionDef) and statement.name != "__init__":
-            found += [s.lineno for s in statement.body if not finding.places and fixes_size(s)]
+            found += [s.lineno for s in statement.body if not finding.places and (fixes_size(s) or makes_pieces(s))]
             found += [s.lineno for s in ast.walk(statement) if isinstance(s, ast.stmt) and written_attribute(s)]
     return list(dict.fromkeys(found))
 

@@ -3,7 +3,16 @@
 from collections.abc import Callable, Iterable, Iterator
 
 from trueline.doctor.rewrites import state
-from trueline.doctor.rewrites.control import branches, caches, effects, folds, plain_forms, size_choices, while_loops
+from trueline.doctor.rewrites.control import (
+    branches,
+    caches,
+    effects,
+    first_steps,
+    folds,
+    plain_forms,
+    size_choices,
+    while_loops,
+)
 from trueline.doctor.rewrites.loops import pairs, vectorize
 from trueline.doctor.rewrites.scope import Candidate, Scope, Spot
 from trueline.doctor.rewrites.tensors import (
@@ -38,8 +47,10 @@ _FAMILIES: tuple[Callable[[Scope, Spot], Iterable[Candidate | None]], ...] = (
     longest.bound_by_sizes,
     numbers.keep_scalars,
     while_loops.rewrites,
+    first_steps.rewrites,
     pairs.map_pairs,
     vectorize.rewrites,
+    plain_forms.cut_zips,
     state.keep_for_training,
     state.register_buffers,
 )

@@ -8,7 +8,16 @@ import ast
 import copy
 from typing import Any, TypeVar
 
-from trueline.doctor.rewrites.scope import Scope, Spot, expression, statements, stored_names, walk
+from trueline.doctor.rewrites.scope import (
+    Scope,
+    Spot,
+    assignments,
+    expression,
+    loaded_names,
+    statements,
+    stored_names,
+    walk,
+)
 
 _Node = TypeVar("_Node", ast.stmt, ast.expr)
 Swaps = dict[int, ast.expr | ast.stmt]
@@ -90,6 +99,15 @@ def _until_anew(block: list[ast.stmt], name: str) -> list[ast.stmt]:
 def _tensor_use(node: ast.AST, name: str) -> ast.expr | ast.stmt | None:
     if isinstance(node, ast.Expr) and ast.unparse(node.value) == f"{name}.reverse()":
         return statements(f"{name} = {name}.flip(0)")[0]
+    match node:  # what some steps appended
+        case ast.Assign(
+            targets=[ast.Subscript(value=ast.Name(id=written), slice=ast.Slice(lower=None, upper=None))],
+            value=ast.Subscript(value=ast.Name(id=read), slice=ast.Slice() as part),
+        ) if written == read == name and (part.step is None or isinstance(part.step, ast.Constant)):
+            return statements(f"{name} = {ast.unparse(node.value)}")[0]
+    appended = appended_by(node)
+    if appended is not None and appended[0] == name and name not in loaded_names(appended[1]):
+        return statements(f"{name} = torch.cat([{name}, torch.stack([{ast.unparse(appended[1])}])])")[0]
     if not isinstance(node, ast.expr):
         return None
     for written, tensor in ((name, name), *((one, f"{name}.flip(0)") for one in _write_turned(name))):
@@ -98,7 +116,7 @@ def _tensor_use(node: ast.AST, name: str) -> ast.expr | ast.stmt | None:
     text = ast.unparse(node)
     if isinstance(node, ast.IfExp) and ast.unparse(node.test) in (name, f"len({name})", f"len({name}) > 0"):
         inner = {id(one): swap for one in ast.walk(node.body) if (swap := _tensor_use(one, name)) is not None}
-        return _swap_nodes(node.body, inner) if inner else None  # the proof compares where there are no steps
+        return swap_nodes(node.body, inner) if inner else None  # the proof compares where there are no steps
     if text in _write_turned(name):
         return expression(f"{name}.flip(0)")
     return expression(f"{name}.shape[0]") if text == f"len({name})" else None
@@ -109,8 +127,9 @@ def begins(spot: Spot, name: str) -> list[ast.expr] | None:
     seen."""
     for statement in reversed(spot.block[: spot.index]):
         if isinstance(statement, ast.Assign | ast.AnnAssign) and name in stored_names(statement):
-            one = isinstance(statement, ast.AnnAssign) or isinstance(statement.targets[0], ast.Name)
-            return list(statement.value.elts) if one and isinstance(statement.value, ast.List) else None
+            given = [value for target, value in assignments(statement) if target == name]
+            one = isinstance(statement, ast.AnnAssign) or len(statement.targets) == 1
+            return list(given[0].elts) if one and isinstance(given[0], ast.List) else None
         if any(isinstance(node, ast.Name) and node.id == name for node in ast.walk(statement)):
             return None
     return None
@@ -128,7 +147,7 @@ def without_list(scope: Scope, spot: Spot, names: list[str], new: list[ast.stmt]
     tail: list[ast.stmt] = []
     for index in range(spot.index + 1, len(block)):
         if any(id(node) in swaps for node in ast.walk(block[index])):
-            tail += [*block[end:index], _swap_nodes(block[index], swaps)]
+            tail += [*block[end:index], swap_nodes(block[index], swaps)]
             end = index + 1
     return scope.replace(block[start:end], [*(one for one in kept if one is not None), *new, *tail])
 
@@ -147,7 +166,7 @@ def _without_names(statement: ast.stmt, names: list[str]) -> ast.stmt | None:
     return None
 
 
-def _swap_nodes(statement: _Node, swaps: Swaps) -> _Node:
+def swap_nodes(statement: _Node, swaps: Swaps) -> _Node:
     """A copy of `statement` with the nodes of `swaps` replaced."""
     twin = copy.deepcopy(statement)
     pairs = zip(ast.walk(statement), ast.walk(twin), strict=True)

@@ -57,7 +57,7 @@ def _fold(scope: Scope, spot: Spot) -> Candidate | None:
         if not known or len(given) not in ((1, 2) if running else (2, 3)):
             return None
         rows, *function = given if running else (given[1], given[0])
-        found = _rows_of(scope, rows)
+        found = rows_of(scope, rows)
         if found is None:
             return None
         first = ast.unparse(given[2]) if len(given) > 2 else ""
@@ -86,11 +86,11 @@ def _forms_of(text: str) -> tuple[str, ...]:
     return text, f"list({text})", f"tuple({text})"
 
 
-def _rows_of(scope: Scope, rows: ast.expr) -> tuple[str, int] | None:
+def rows_of(scope: Scope, rows: ast.expr) -> tuple[str, int] | None:
     """Tensor and dimension of `x`, `x.unbind(1)` and `torch.unbind(x, 1)`."""
     match rows:
         case ast.Call(func=ast.Name(id="list" | "tuple" | "iter"), args=[inner]):
-            return _rows_of(scope, inner)
+            return rows_of(scope, inner)
         case ast.Call(func=ast.Attribute(value=ast.Name(id="torch"), attr="unbind"), args=[tensor, *axes]):
             pass
         case ast.Call(func=ast.Attribute(value=tensor, attr="unbind"), args=axes):

@@ -6,16 +6,19 @@
     for layer, t in zip(self.layers, range(n)): …       all layers, masked from n on
     head = self.heads[key](x), after key = a if c …     if c: head = self.heads[a](x) …
     rows.insert(0, y)                                   rows.append(y), then rows.reverse()
+    for r, k in zip(x, w), of different lengths         for r, k in zip(x[:n], w[:n])
 
 A loop of log2(n) steps is unrolled for sizes up to LONGEST, which the rewritten model checks.
 """
 
 import ast
 import copy
+import functools
 from collections.abc import Iterator, Sequence
 
-from trueline.doctor.rewrites.appends import appended_by
+from trueline.doctor.rewrites.appends import appended_by, swap_nodes
 from trueline.doctor.rewrites.comprehensions import NamedRows
+from trueline.doctor.rewrites.control.folds import rows_of
 from trueline.doctor.rewrites.control.matches import as_ifs
 from trueline.doctor.rewrites.control.while_loops import mask_steps
 from trueline.doctor.rewrites.scope import (
@@ -320,6 +323,23 @@ def _pair(one: ast.expr, two: ast.expr) -> ast.expr:
     return ast.Tuple(elts=[one, two], ctx=ast.Store())
 
 
+def cut_zips(scope: Scope, spot: Spot) -> Iterator[Candidate | None]:
+    """`zip(x, w)` of tensors of different lengths, which ends with the shorter, as `zip(x[:n], w[:n])`."""
+    for node in ast.walk(spot.statement):
+        match node:
+            case ast.Call(func=ast.Name(id="zip"), args=[_, _, *_] as given, keywords=[]):
+                rows = [found for one in given if (found := rows_of(scope, one)) is not None]
+            case _:
+                continue
+        sizes = [f"{name}.shape[{axis}]" for name, axis in rows]
+        least = functools.reduce("torch.sym_min({}, {})".format, sizes)
+        if len(rows) < len(given) or "sym_min" in ast.unparse(node) or len(set(sizes)) == 1:
+            continue
+        cut = [f"{name}[{':, ' * axis}:{least}]" + (f".unbind({axis})" if axis else "") for name, axis in rows]
+        new = swap_nodes(spot.statement, {id(node): expression(f"zip({', '.join(cut)})")})
+        yield scope.candidate([spot.statement], [new], f"`{ast.unparse(node)}` ends with the shorter")
+
+
 def _carry_last(scope: Scope, spot: Spot, loop: ast.For) -> Candidate | None:
     """`path = [y]`, then `path.append(f(path[-1]))` in the loop, with the last element under a name of its own."""
     for at, one in enumerate(loop.body):
@@ -354,4 +374,6 @@ def _append_and_reverse(loop: ast.For) -> list[ast.stmt] | None:
             ):
                 new.body[at] = statements(f"{name}.append({ast.unparse(value)})")[0]
                 reversed_.append(name)
+    for name in reversed_:  # the one in front is the last one now
+        new = NamedRows(name, "0", f"{name}[-1]").visit(new)
     return [new, *(one for name in reversed_ for one in statements(f"{name}.reverse()"))] if reversed_ else None

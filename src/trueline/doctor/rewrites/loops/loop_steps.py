@@ -90,7 +90,7 @@ class Steps:
         tensor, axis = self.slices[part]
         moved = f"{tensor}.movedim({axis}, 0)" if axis else tensor
         shift, length = self.shifts.get(part, 0), self.length
-        if length is not None and (self.start or shift or self.stride > 1):
+        if length is not None and (self.start or shift or self.stride > 1 or isinstance(length, ast.BinOp)):
             strides = f":{self.stride}" if self.stride > 1 else ""
             moved = f"{moved}[{_plus(self.start or '0', shift)}:{_plus(ast.unparse(length), shift)}{strides}]"
         return f"{moved}.flip(0)" if self.backwards else moved
