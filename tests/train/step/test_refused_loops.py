@@ -106,12 +106,26 @@ def test_parameters_that_the_loop_clamps_after_a_step_end_the_job_before_the_nex
     def clamp(model: nn.Module) -> None:
         with torch.no_grad():
             for value in model.parameters():
-                if world.applied == 14:  # which the trial does not reach
+                if str(world.applied) == "14":  # which the trial does not reach, and cannot read
                     value.clamp_(-0.3, 0.3)
 
     world = World(TensorDataset(*(value.repeat(4, 1) for value in records().tensors)))
     with pytest.raises(UsageError, match="the loop changes parameters itself before step 14"):
         world.train(after=clamp)
+    assert world.applied == 14
+
+
+def test_parameters_that_the_loop_clamps_after_a_step_that_it_names_are_refused_before_the_first():
+    def clamp(model: nn.Module) -> None:
+        with torch.no_grad():
+            for value in model.parameters():
+                if world.applied == 14:
+                    value.clamp_(-0.3, 0.3)
+
+    world = World(TensorDataset(*(value.repeat(4, 1) for value in records().tensors)))
+    with pytest.raises(UsageError, match="the loop changes parameters itself after a step that was applied"):
+        world.train(after=clamp)
+    assert world.applied == 0
 
 
 def test_a_small_part_of_a_loss_in_double_precision_that_is_no_mean_is_found():

@@ -4,6 +4,7 @@ A proof compares hundreds of answers with each program. Those of a language mode
 vocabulary, take several times the memory of its weights together.
 """
 
+import sys
 import tempfile
 import weakref
 from collections.abc import Iterator, Mapping
@@ -48,7 +49,11 @@ def store(arrays: dict[str, Array]) -> Mapping[str, Array]:
     """The same arrays, in a file if they are large and the disk has room for them."""
     if sum(array.nbytes for array in arrays.values()) < LEAST_BYTES:
         return arrays
+    watched = sys.gettrace()
+    sys.settrace(None)  # `code_paths.TooSlow` would leave the file open
     try:
         return StoredArrays(arrays)
     except OSError:
         return arrays
+    finally:
+        sys.settrace(watched)
