@@ -37,8 +37,11 @@ BAD = 17
     ],  # alone a crash takes the state
 )
 def test_a_poison_record_is_set_aside_and_every_other_is_trained_once(tmp_path, monkeypatch, how, workers):
+    """A crash may take all that hold the state, one after the other: by then a checkpoint is written."""
     monkeypatch.setenv("POISON", how)
-    result = train(POISONED, workers=workers, job_dir=tmp_path / "job", checkpoint_every=1, max_failures=6)
+    monkeypatch.setenv("CRASHES_AFTER", str(tmp_path / "saved"))
+    with events.listening(lambda name, _: (tmp_path / "saved").touch() if name == "checkpoint.saved" else None):
+        result = train(POISONED, workers=workers, job_dir=tmp_path / "job", checkpoint_every=1, max_failures=6)
     seen = checkpoint.read(result.checkpoint).state["model"]["seen"].round(decimals=6).tolist()
     assert seen[BAD] == 0
     # The mean of a step of 29 records counts each of them 30/29 times as much as one of 30 does.

@@ -1,5 +1,5 @@
 """`tiny` with one record that cannot be trained: POISON says where it fails (read, decode, forward, loss,
-nan, gradient, crash).
+nan, gradient, crash; the last one not before the file CRASHES_AFTER is there).
 
 With POISON=spin no record is bad, but worker-1.0 computes for ever from its second epoch on; with POISON=frail every
 worker of slot 2 ends at its third step after the first of the job.
@@ -8,6 +8,7 @@ worker of slot 2 ends at its third step after the first of the job.
 import importlib.util
 import os
 import signal
+import time
 from pathlib import Path
 
 import torch
@@ -32,6 +33,13 @@ class Poisoned(tiny.Generated):
         return super().__getitem__(index)
 
 
+def wait_for_file():
+    """The file that CRASHES_AFTER names; ten seconds at most."""
+    file, until = os.environ.get("CRASHES_AFTER", ""), time.monotonic() + 10
+    while file and not Path(file).exists() and time.monotonic() < until:
+        time.sleep(0.005)
+
+
 class Careless(tiny.Counting):
     def has_trained(self):
         """Trials of model and loss are before the first step; they give counts of zero other values, no whole ones."""
@@ -41,6 +49,8 @@ class Careless(tiny.Counting):
         if HOW == "forward" and (ids == BAD).any():
             raise ValueError("a label of -1")
         if HOW == "crash" and self.training and (ids == BAD).any():
+            if self.has_trained():
+                wait_for_file()
             os.kill(os.getpid(), signal.SIGSEGV)
         if HOW == "frail" and os.environ.get("TRUELINE_REF", "").startswith("worker-2") and self.has_trained():
             self.steps = getattr(self, "steps", 0) + 1

@@ -61,7 +61,8 @@ class AppliedTrial:
         self._copies = copies.Copies(self._model, self._memory)
         self._strange: list[torch.Tensor] = []
         """Tensors that the loss trains and the model does not have."""
-        self._place: places.KeptPlace | None = None
+        self.place: places.KeptPlace | None = None
+        """What has another value in this batch; copies of the weights are not looked for then."""
         self._counts = places.list_enumerates()
 
     def expect_one_rule(self, batches: Generator[StepBatch, None, None]) -> Generator[StepBatch, None, None]:
@@ -99,13 +100,13 @@ class AppliedTrial:
         self.note(self._find_rule_of_losses())
         for place, changed in self._memory.list_changes() if self.fault is None else ():
             with changed:
-                self._place = place
+                self.place = place
                 yield from self.take_one(first, step)
                 self._find_use(place)
         for place in self._counts if self.fault is None else ():
             for number in (0, trial.total_steps - 1):  # not beyond: a list of the loop's may have an end
                 place.put(number)
-                self._place = place
+                self.place = place
                 yield from self.take_one(first, step)
                 self._find_use(place)
 
@@ -120,7 +121,7 @@ class AppliedTrial:
 
     def take(self, loss: torch.Tensor) -> bool:
         """Takes the loss of the last batch, and gives the parameters other values."""
-        if self.ended and self._place is None:
+        if self.ended and self.place is None:
             self.note(self._find_copies("before job.step(loss)"))
         self.taken.append((self._tried.show(loss), self._settings.values()))
         if len(self.taken) == 3:
@@ -135,7 +136,7 @@ class AppliedTrial:
         self._strange = [value for value in copies.list_strange(loss, self._model) if value.grad is None]
         for value in self._strange:
             value.grad = torch.ones_like(value)  # as the backward of a step leaves it
-        if self._place is None:
+        if self.place is None:
             self._copies.look(self._strange)
         return True
 
@@ -153,7 +154,7 @@ class AppliedTrial:
                 "the loop changes parameters itself after a step that was applied",
                 hint=f"{JOINS}: do it in the step() of an optimizer of your own",
             ))  # fmt: skip
-        elif self._place is None:
+        elif self.place is None:
             self.note(self._find_copies("after a step that was applied"))
         self.ended.append(self._settings.values())
         with torch.no_grad():
@@ -161,7 +162,7 @@ class AppliedTrial:
                 value.view(-1)[:SEEN].copy_(before)
         for value in self._strange:
             value.grad = None
-        if self._place is None:
+        if self.place is None:
             self._copies.look(self._strange)
 
     def _find_copies(self, when: str) -> UsageError | None:

@@ -114,7 +114,7 @@ class ChosenStepsTrial:
         changed = self._memory.list_changed()
         self._own = {place.name for place in changed}
         self._counts = [
-            *((place, place.value) for place in (*changed, *self._enumerates) if type(place.value) is int),
+            *((place, place.value) for place in (*self._enumerates, *changed) if type(place.value) is int),
             *((place, kept.copy_count(place.value)) for place in changed if isinstance(place.value, itertools.count)),
         ]
         for step in notes.choose(MOST_STEPS):
@@ -157,6 +157,7 @@ class ChosenStepsTrial:
         """A batch of `step`, with `value` in `place`, and the usual one after it. Raises UsageError if that differs."""
         if time.process_time() > self._until:
             return
+        self._trial.place = place
         yield from self._take(step, place, value)
         self._numbers.factor = 1.0
         yield from self._take(self._late)
