@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import atexit
+import enum
 import functools
 import gc
 import json
@@ -18,6 +19,7 @@ import subprocess
 import sys
 import threading
 import tracemalloc
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -217,3 +219,42 @@ def test_functions_run_as_before_with_hooks_in_them() -> None:
         assert eager.run(eager.example)["output"].tolist() == question.answer["output"].tolist()
     assert len(readers) == 2
     assert all(is_plain(one) for values in log.values.values() for one in values)
+
+
+OLD_NAMES = {"ONE": "SINGLE"}
+
+
+class RenamesMeta(enum.EnumMeta):
+    """As a library's enumeration that warns of names that have changed."""
+
+    def __getattribute__(cls, name: str) -> Any:
+        if name in OLD_NAMES:
+            warnings.warn(f"'{name}' is deprecated. Use '{OLD_NAMES[name]}' instead.", DeprecationWarning, stacklevel=2)
+        return super().__getattribute__(name)
+
+
+class Scales(enum.IntEnum, metaclass=RenamesMeta):
+    SINGLE = 1
+    DOUBLE = 2
+    ONE = 1
+
+
+class Watches:
+    """Its attributes are looked up by Python code."""
+
+    scale = 2
+
+    def __getattribute__(self, name: str) -> Any:
+        if name in OLD_NAMES:
+            raise AttributeError(name)
+        return super().__getattribute__(name)
+
+
+WATCHES = Watches()
+
+
+@pytest.mark.filterwarnings("ignore:'ONE' is deprecated")
+@pytest.mark.parametrize("read", [lambda: int(Scales.DOUBLE), lambda: WATCHES.scale], ids=["its class's", "its own"])
+def test_attributes_that_python_code_looks_up_are_no_state_and_end_no_capture(read: Callable[[], Any]) -> None:
+    """The code of the look-up runs where what it belongs to is described."""
+    assert check_rare(EagerSession(Reads(read).eval(), torch.ones(2, 3))) is None

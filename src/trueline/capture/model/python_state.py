@@ -241,8 +241,20 @@ class Memento:
 
 
 def _holds(kept: KeptValue, value: Any) -> bool:
-    held = kept.holder.get(kept.name) if isinstance(kept.holder, dict) else getattr(kept.holder, kept.name, MISSING)
+    held = kept.holder.get(kept.name) if isinstance(kept.holder, dict) else _get(kept.holder, kept.name)
     return held is value
+
+
+def _get(holder: Any, name: str) -> Any:
+    """An attribute. A `__getattribute__` of the user's may raise, as one that warns does where warnings are errors."""
+    try:
+        return getattr(holder, name, MISSING)
+    except Exception:  # noqa: BLE001 - past it
+        look: Any = type.__getattribute__ if isinstance(holder, type) else object.__getattribute__
+        try:
+            return look(holder, name)
+        except AttributeError:
+            return MISSING
 
 
 def _shallow(value: Any) -> Any:

@@ -80,15 +80,32 @@ class ReadingLog:
         self._replace = replace
         self._counts: dict[Site, int] = {}
         self._made: dict[int, tuple[Any, Step]] = {}
+        self._looks = True
 
     def hooks(self) -> Mapping[str, Callable[..., Any]]:
+        """A class whose `__getattribute__` is Python code runs it where a hook looks at it: that is not noted."""
+
+        def once(hook: Callable[..., Any], plain: Callable[..., Any]) -> Callable[..., Any]:
+            return lambda *given: self._while(False, hook, *given) if self._looks else plain(*given)
+
+        def keep(_: Part, value: Any) -> Any:
+            return value
+
         return {
-            rewritten.CALL: self._call,
-            rewritten.FIELD: self._field,
-            rewritten.NAME: lambda at, value: self._of_code(at, value, "the name of a file"),
-            rewritten.OPERATION: self._operate,
-            rewritten.VALUE: lambda at, value: self._read(at, value, "a text", None),
+            rewritten.CALL: once(self._call, keep),
+            rewritten.FIELD: once(self._field, lambda _, value, name: getattr(value, name)),
+            rewritten.NAME: once(lambda at, value: self._of_code(at, value, "the name of a file"), keep),
+            rewritten.OPERATION: once(self._operate, lambda _, *given: _compute(*given)),
+            rewritten.VALUE: once(lambda at, value: self._read(at, value, "a text", None), keep),
         }
+
+    def _while(self, looks: bool, compute: Callable[..., Any], *given: Any) -> Any:
+        """What `compute` returns, whose code is noted or not."""
+        self._looks, before = looks, self._looks
+        try:
+            return compute(*given)
+        finally:
+            self._looks = before
 
     def _call(self, at: Part, function: Any) -> Any:
         if not _is_of_library(function):
@@ -107,6 +124,9 @@ class ReadingLog:
                 value = Raised(error)
             if isinstance(value, torch.Tensor) or len(self.steps) > MOST_STEPS:
                 return value
+            return self._while(False, note, value, asked, given, args, options)
+
+        def note(value: Any, asked: Any, given: Any, args: Any, options: Any) -> Any:
             step = self._describe_call(named, args, options)
             stated = _is_free(asked) if not given and not options else _asks_system(asked, given, value)
             return self._read(at, value, _name_of(function), step, stated=stated)
@@ -121,7 +141,7 @@ class ReadingLog:
         return None if None in given or None in chosen.values() else ("call", named, given, chosen)
 
     def _field(self, at: Part, value: Any, name: str) -> Any:
-        held = getattr(value, name)
+        held = self._while(True, getattr, value, name)
         known = id(value) in self._made
         if not known and not isinstance(value, ModuleType):
             own = name in _OF_CODE and name not in ("__name__", "__spec__") and is_plain(held)
@@ -142,8 +162,8 @@ class ReadingLog:
 
     def _operate(self, at: Part, name: str, left: Any, right: Any) -> Any:
         """A comparison or an element; noted where one of the two was read before."""
-        function, both = getattr(operator, name), (right, left) if name == "contains" else (left, right)
-        value = function(*both)
+        both = (right, left) if name == "contains" else (left, right)
+        value = self._while(True, _compute, name, left, right)
         if id(left) not in self._made and id(right) not in self._made:
             own = name == "getitem" and type(right) is str and right in rewritten.OF_FILES and isinstance(left, dict)
             return self._of_code(at, value, right) if own and "__builtins__" in left else value
@@ -211,6 +231,12 @@ def _asks_system(function: Any, args: Sequence[Any], value: Any) -> bool:
         return args[0].__name__ in sys.stdlib_module_names and args[1] not in vars(args[0])
     builtin = isinstance(function, BuiltinFunctionType) and function.__module__ in _SYSTEM
     return builtin and not any(one is value for one in args)  # `os.fspath`, `sys.intern`
+
+
+def _compute(name: str, left: Any, right: Any) -> Any:
+    """A comparison or an element, by its name in `operator`."""
+    function: Callable[[Any, Any], Any] = getattr(operator, name)
+    return function(right, left) if name == "contains" else function(left, right)
 
 
 def _is_of_library(function: Any) -> bool:
