@@ -8,7 +8,6 @@ worker of slot 2 ends at its third step after the first of the job.
 import importlib.util
 import os
 import signal
-import time
 from pathlib import Path
 
 import torch
@@ -33,13 +32,6 @@ class Poisoned(tiny.Generated):
         return super().__getitem__(index)
 
 
-def wait_for_file():
-    """The file that CRASHES_AFTER names; ten seconds at most."""
-    file, until = os.environ.get("CRASHES_AFTER", ""), time.monotonic() + 10
-    while file and not Path(file).exists() and time.monotonic() < until:
-        time.sleep(0.005)
-
-
 class Careless(tiny.Counting):
     def has_trained(self):
         """Trials of model and loss are before the first step; they give counts of zero other values, no whole ones."""
@@ -50,7 +42,7 @@ class Careless(tiny.Counting):
             raise ValueError("a label of -1")
         if HOW == "crash" and self.training and (ids == BAD).any():
             if self.has_trained():
-                wait_for_file()
+                tiny.wait_for_file(os.environ["CRASHES_AFTER"], 10.0)
             os.kill(os.getpid(), signal.SIGSEGV)
         if HOW == "frail" and os.environ.get("TRUELINE_REF", "").startswith("worker-2") and self.has_trained():
             self.steps = getattr(self, "steps", 0) + 1

@@ -30,6 +30,12 @@ class Generated(Dataset):
         return (self.inputs[index], index), self.labels[index]
 
 
+def wait_for_file(file, most_s):
+    until = time.monotonic() + most_s
+    while not Path(file).exists() and time.monotonic() < until:
+        time.sleep(0.005)
+
+
 class Gate:
     """Of one process."""
 
@@ -39,9 +45,8 @@ class Gate:
     def pass_through(self):
         self.steps += 1
         first, _, file = os.environ["TINY_GATE"].partition(":")
-        until = time.monotonic() + 0.25
-        while self.steps > int(first) and not Path(file).exists() and time.monotonic() < until:
-            time.sleep(0.005)
+        if self.steps > int(first):
+            wait_for_file(file, 0.25)
 
 
 GATE = Gate()
