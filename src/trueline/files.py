@@ -347,11 +347,11 @@ def recover(folder: Path) -> None:
                 os.rename(old, path)
 
 
-def sweep(folder: Path) -> int:
+def sweep(folder: Path, *, folders: bool = True) -> int:
     """Removes the unfinished entries of dead writers in `folder`, after `recover`; returns their number. Call it only
-    where no other writer can be active."""
+    where no other writer can be active. `folders`: unfinished folders too."""
     recover(folder)
-    entries = list(folder.glob(PARTIAL + "*"))
+    entries = [entry for entry in folder.glob(PARTIAL + "*") if folders or not entry.is_dir()]
     for entry in entries:
         if entry.is_dir():
             shutil.rmtree(entry, ignore_errors=True)

@@ -9,7 +9,9 @@ from contextlib import suppress
 
 import pytest
 
+from trueline import events
 from trueline.chaos.leftovers import MARK, find_marked
+from trueline.train.api import train
 from trueline.train.launch import jobs
 from worlds.jobs import TINY, JobGate
 from worlds.waiting import until
@@ -79,3 +81,21 @@ def test_a_job_ends_with_the_process_that_runs_it(host, kill, tmp_path, monkeypa
         for pid in own:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
+
+
+def test_what_killed_processes_were_writing_is_gone_from_the_folder_of_a_job_and_a_capture_there_goes_on(tmp_path):
+    job = tmp_path / "job"
+    capture, before, during = job / ".partial-capture", job / ".partial-before", job / ".partial-during"
+    capture.mkdir(parents=True)
+    before.write_text("half of a file")
+    found = []
+
+    def plant(name, fields):
+        if name == "step.applied" and not found:
+            found.append(before.exists())
+            during.write_text("half of another")
+
+    with events.listening(plant):
+        train(TINY, workers=1, epochs=1, job_dir=job)
+    assert found == [False]
+    assert list(job.glob(".partial-*")) == [capture]

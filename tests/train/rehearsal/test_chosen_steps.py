@@ -3,10 +3,12 @@ later has not seen those steps. What the loop computes from the step in each bat
 
 from __future__ import annotations
 
+import copy
 import itertools
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -49,10 +51,13 @@ class Run:
 
     def train(self, change, *, after=True, counts="the step", epochs=EPOCHS):
         self.job = job = Elastic(self.model, self.optimizer, self.data, global_batch=BATCH, epochs=epochs)
-        clock, self.count = itertools.count(1), 0
+        clock, self.count, self.sum, self.numbers = itertools.count(1), 0, 0.0, np.zeros(1, np.int64)
         for number, batch in enumerate(job):
             self.count += 1
-            now = {"enumerate": number, "an attribute": self.count, "an iterator": next(clock)}.get(counts, batch.step)
+            self.numbers += 1
+            self.sum += 1.0
+            now = {"enumerate": number, "an attribute": self.count, "an iterator": next(clock),
+                   "a float": self.sum, "an array": self.numbers[0]}.get(counts, batch.step)  # fmt: skip
             if not after and counts != "the loss":
                 change(self, now)
             loss = nn.functional.cross_entropy(self.model(batch.inputs) / self.warmth, batch.labels)
@@ -146,14 +151,28 @@ def test_what_a_loop_changes_in_few_steps_and_uses_in_others_is_refused_before_t
         ("an attribute", r"where the loop's self\.count is 119 the loop changes something that later batches use"),
         ("enumerate", r"where the number of enumerate\(\.\.\.\) is 120 the loop changes"),
         ("an iterator", r"where the loop's clock is 120 the loop changes"),
+        ("a float", r"where the loop's self\.sum is 119 the loop changes"),
+        ("an array", r"where the loop's self\.numbers is 119 the loop changes"),
     ], 1, pytest.mark.jobs),
-    ids=["an attribute", "enumerate", "an iterator"],
+    ids=["an attribute", "enumerate", "an iterator", "a float", "an array"],
 )  # fmt: skip
 @pytest.mark.parametrize("change", [cool_late, strengthen_late])
 def test_what_a_loop_changes_by_a_count_of_its_own_is_refused_too(counts, why, change):
     run = Run()
     with pytest.raises(UsageError, match=why):
         run.train(change, after=False, counts=counts, epochs=40)
+
+
+def test_a_loop_that_counts_and_keeps_the_best_weights_trains():
+    """The copies change while other counts and losses are tried."""
+    run = Run()
+
+    def keep(run, loss):
+        if run.count % 10 == 0 and loss.item() < 1.0:
+            run.kept = copy.deepcopy(run.model.state_dict())
+
+    run.train(keep, counts="the loss")
+    assert run.total == EPOCHS * RECORDS // BATCH
 
 
 @pytest.mark.parametrize("after", [True, False], ids=["after the step", "before it"])

@@ -149,6 +149,32 @@ def test_what_an_optimizer_uses_in_few_steps_alone_is_found_in_a_job_that_has_su
         joined.expect_same_after_join(make(Rarely), 80)
 
 
+class Clock:
+    taken = 0
+
+
+class Warms(SGD):
+    """Counts its steps in an object of its own, which no state has; then it is slower, if it `cools`."""
+
+    def __init__(self, params: Any, *, cools: bool) -> None:
+        super().__init__(params, lr=0.1)
+        self.clock, self.cools, self.factor = Clock(), cools, 1.0
+        self.clock.taken = 0
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.clock.taken += 1
+        if self.clock.taken == 37_000:
+            self.factor = 0.1 if self.cools else 1.0
+        self.param_groups[0]["lr"] = 0.1 * self.factor
+        super().step()
+
+
+def test_what_an_optimizer_does_where_its_own_count_has_become_a_number_of_its_code_is_tried() -> None:
+    assert joined.expect_same_after_join(make(lambda p: Warms(p, cools=False)), 40_000) == ""
+    with pytest.raises(UsageError, match=r"keeps clock\.taken, which is not in its state_dict\(\): with 36999 there"):
+        joined.expect_same_after_join(make(lambda p: Warms(p, cools=True)), 40_000)
+
+
 def test_a_schedule_that_ends_with_the_job_is_tried_no_longer() -> None:
     ends = make(Lookahead, lambda one: OneCycleLR(one, 0.1, total_steps=12))
     assert joined.expect_same_after_join(ends, 12) == ""

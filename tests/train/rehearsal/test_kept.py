@@ -173,6 +173,15 @@ def by_set() -> Any:
     return weigh
 
 
+def by_plan() -> Any:
+    plan = [0.5] * 100 + [1.0] * 100
+
+    def weigh(outputs: Tensor) -> Tensor:
+        return plan.pop() * outputs
+
+    return weigh
+
+
 def by_slot() -> Any:
     kept = Slotted()
 
@@ -204,9 +213,9 @@ def try_function(weigh: Any, spaces: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize(
     "made",
-    [by_closure(), by_default, by_attribute, by_generator(), by_array(), by_tuple(), by_set(), by_slot(),
-     functools.partial(by_closure())],
-    ids=["closure", "default", "attribute", "generator", "array", "tuple", "set", "slot", "partial"],
+    [by_closure(), by_default, by_attribute, by_generator(), by_array(), by_tuple(), by_set(), by_plan(),
+     by_slot(), functools.partial(by_closure())],
+    ids=["closure", "default", "attribute", "generator", "array", "tuple", "set", "plan", "slot", "partial"],
 )  # fmt: skip
 def test_what_a_function_keeps_is_found_wherever_it_is(made: Any) -> None:
     with pytest.raises(UsageError, match=r"the loss uses the loop's weigh"):

@@ -31,7 +31,6 @@ from trueline import errors, events, files
 from trueline.engine.hosts.ssh import SshJoins
 from trueline.engine.local.client import start_agent
 from trueline.engine.local.process import LIFELINE, Lifeline, watch_lifeline
-from trueline.files import TemporaryFolder
 from trueline.registry import event_file
 from trueline.storage.location import parse_location
 from trueline.train import settings as job_settings
@@ -95,7 +94,7 @@ class LocalJob:
             exits.enter_context(shutdown.signals_as_errors(self.job_dir, self.halt))
             _expect_ended(before := self.folder.read_launch(), self.job_dir)
             _kill_leftovers(before)
-            self._temporary = self._early.folder if self._early else TemporaryFolder.after_sweep("launch")
+            self._temporary = self._early.folder if self._early else files.TemporaryFolder.after_sweep("launch")
             exits.callback(self._temporary.remove)
             launch = LaunchRecord(pid=os.getpid(), started=time.time(), scratch=str(self._temporary.path))
             self.folder.write_launch(launch)
@@ -158,7 +157,8 @@ class LocalJob:
             time.sleep(POLL_S)  # the launcher restarts the master
 
     def _sweep(self) -> None:
-        """Removes half-written checkpoints of killed workers; an object store is swept on resume, in seconds."""
+        """Removes what killed processes were writing; an object store is swept on resume, in seconds."""
+        files.sweep(self.job_dir, folders=False)  # a folder may be a capture's, which continues
         where = parse_location(self.settings.checkpoints or self.folder.checkpoints)
         if isinstance(where, Path):
             files.sweep(where)

@@ -143,6 +143,11 @@ class AppliedTrial:
     def _parameters(self) -> Iterator[torch.Tensor]:
         return copies.list_weights(self._model)
 
+    def look_again(self) -> None:
+        """What batches with another value in `place` have changed is what the loop keeps from here on."""
+        self.place = None
+        self._copies.look(self._strange)
+
     def note(self, fault: UsageError | None) -> None:
         self.fault = self.fault or fault
 

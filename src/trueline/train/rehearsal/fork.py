@@ -40,6 +40,7 @@ from trueline.train.rehearsal.alike import AlikeTrial, load_traits, settle_trait
 from trueline.train.rehearsal.double import DoubleTrial, NumberTrial, wants_double, wants_numbers
 from trueline.train.rehearsal.extremes import ExtremesTrial, wants_extremes
 from trueline.train.rehearsal.fresh import FreshTrial
+from trueline.train.rehearsal.steps.chosen_counts import ChosenCountsTrial
 from trueline.train.rehearsal.steps.chosen_steps import ChosenStepsTrial
 from trueline.train.step.contribution import StepBatch
 from trueline.train.step.model_traits import ModelTraits
@@ -55,6 +56,7 @@ AFTER_S = 10.0
 """Processor time for what the loop does after a step: it may evaluate."""
 _here = {"forked": False}
 _WORDS = {
+    ChosenCountsTrial: "where it counts to numbers that its code names",
     ChosenStepsTrial: "at steps that its code names",
     FreshTrial: "in a process that has computed nothing else",
     LossTrial: "whole and in parts, and at later steps",
@@ -290,7 +292,7 @@ def _encode(error: TruelineError) -> dict[str, str]:
 
 def _serve(line: socket.socket, pid: int, trial: ForkedTrial) -> dict[str, Any] | TruelineError | None:
     """Reads for the fork `pid` until it has its answers; None if it ends or hangs without the first one."""
-    most_s = AFTER_S if isinstance(trial, ChosenStepsTrial) else math.inf
+    most_s = AFTER_S if isinstance(trial, ChosenCountsTrial | ChosenStepsTrial) else math.inf
     first = _receive_answer(line, pid, trial.inputs, most_s=most_s)
     if first is None or "code" in first:
         return None if first is None else _make_error(first)

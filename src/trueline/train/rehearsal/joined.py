@@ -9,10 +9,12 @@ there, and the workers' weights would part without a word. Optimizers and schedu
 from __future__ import annotations
 
 import copy
+import functools
 import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -20,13 +22,22 @@ import torch
 from trueline.checkpoint.checkpoint import expect_holdable
 from trueline.data.loading import seeding
 from trueline.errors import CheckpointError, UsageError
+from trueline.train.rehearsal import places
+from trueline.train.rehearsal.steps.constants import list_constants
+from trueline.train.rehearsal.steps.traced_step import StepNotes
 from trueline.train.step.optimizer_step import OptimizerStep, is_of_torch
 
 MOST_BYTES, MOST_SIDE = 16 << 20, 16
 """Of a model whose optimizer is tried as it is; of a larger one no dimension of a tensor is longer: the trial takes two
 copies of it, with two states."""
-STEPS, FURTHER_S = 2, 0.3
-"""Before and after the state is taken, and how long further ones may take, in seconds of the processor's time."""
+_HINT = (
+    "a worker that joins receives state_dict(): keep it in optimizer.state[parameter] or in numbers of param_groups, "
+    "or write state_dict() and load_state_dict(); several optimizers: trueline.JointOptimizer"
+)
+_OF_OPTIMIZERS = {"state", "param_groups", "defaults"}
+STEPS, FURTHER_S, MOST_NUMBERS = 2, 0.3, 8
+"""Before and after the state is taken; how long further ones may take, in seconds of the processor's time; numbers that
+a count is compared with and has in such a trial."""
 
 
 def needs_trial(model: torch.nn.Module, optimizer: torch.optim.Optimizer, scheduler: Any) -> bool:
@@ -49,7 +60,7 @@ def expect_same_after_join(make: Callable[[], OptimizerStep], total_steps: int =
     try:
         with seeding.preserve_generators():
             off, after, why = _try(make, total_steps)
-    except CheckpointError:
+    except (CheckpointError, UsageError):
         raise
     except Exception as error:  # a user's code may raise anything; the first step shows it
         if "closure" in str(error) or "'NoneType' object is not callable" in str(error):
@@ -64,8 +75,7 @@ def expect_same_after_join(make: Callable[[], OptimizerStep], total_steps: int =
         raise UsageError(
             f"the optimizer or its schedule keeps something that is not in its state_dict(): parameters that took the "
             f"state of others differ from them by {off:.3g} after {after} more steps",
-            hint="a worker that joins receives state_dict(): keep it in optimizer.state[parameter] or in numbers of "
-            "param_groups, or write state_dict() and load_state_dict(); several optimizers: trueline.JointOptimizer",
+            hint=_HINT,
         )
     return why
 
@@ -82,7 +92,59 @@ def _try(make: Callable[[], OptimizerStep], total_steps: int) -> tuple[float, in
         _step(joining, step)
     if off := _differ(joining, ahead):
         return off, STEPS, ""
+    _expect_unused_numbers(make, ahead, total_steps)
     return _try_further(make, joining, ahead, total_steps)
+
+
+def _expect_unused_numbers(make: Callable[[], OptimizerStep], ahead: OptimizerStep, total_steps: int) -> None:
+    """Raises UsageError if parameters differ where a number that steps change, and that is not in the state, has become
+    one with which the optimizer's code compares it, or one that stands in it."""
+    joining = {place.name: place.value for place in _list_numbers(_join(make, ahead))}
+    kept = [place for place in _list_numbers(ahead) if joining.get(place.name) not in (None, place.value)]
+    began = time.thread_time()
+    for place in kept:
+        notes = StepNotes(total_steps)
+        _with_number(make, ahead, place.name, notes.trace(place.value))
+        kinds = [("", type(part)) for part in getattr(ahead.optimizer, "parts", (ahead.optimizer,))]
+        likely = notes.choose_like(place.value, MOST_NUMBERS) + list_constants(kinds, total_steps)
+        for number in dict.fromkeys(likely):
+            if time.thread_time() > began + FURTHER_S:
+                break
+            if off := _differ(_with_number(make, ahead, place.name, number), _with_number(make, ahead, place.name)):
+                raise UsageError(
+                    f"the optimizer keeps {place.name[3:]}, which is not in its state_dict(): with {number:.7g} there "
+                    f"parameters differ by {off:.3g} after {STEPS + 1} more steps from those that took the state",
+                    hint=_HINT,
+                )
+
+
+def _list_numbers(one: OptimizerStep) -> list[places.KeptPlace]:
+    """The numbers that the optimizer keeps beside its state."""
+    tensors = {id(value) for value in (*one.model.parameters(), *one.model.buffers())}
+    found = []
+    for at, part in enumerate(getattr(one.optimizer, "parts", (one.optimizer,))):
+        room = {key: value for key, value in vars(part).items() if key not in _OF_OPTIMIZERS}
+        kept = places.walk(f"{at}: ", room, set(tensors))
+        # What is kept in an object of its own is given another value there, an attribute of the optimizer in it.
+        found += [
+            replace(place, put=functools.partial(setattr, part, key)) if (key := place.name[3:]) in room else place
+            for place in kept
+            if type(place.value) in (int, float)
+        ]
+    return found
+
+
+def _with_number(
+    make: Callable[[], OptimizerStep], ahead: OptimizerStep, name: str, number: Any = None
+) -> OptimizerStep:
+    """One that has joined `ahead` and has taken some steps, the first with `number` in the place of this name."""
+    one = _join(make, ahead)
+    for place in _list_numbers(one) if number is not None else ():
+        if place.name == name:
+            place.put(number)
+    for step in range(STEPS, 2 * STEPS + 1):
+        _step(one, step)
+    return one
 
 
 def _join(make: Callable[[], OptimizerStep], ahead: OptimizerStep) -> OptimizerStep:

@@ -69,12 +69,14 @@ class KeptNames:
         ][:MOST_TRIED]  # fmt: skip
 
     def list_changes(self) -> list[tuple[KeptPlace, AbstractContextManager[None]]]:
-        """The places that differ, each with a block in which it has another value: one far away, and then, of those
-        that can, the one from before the first batch."""
+        """The places that differ, each with a block in which it has another value: one far away; then, of a list from
+        which each batch may take one, the same items in another order; and, of those that can, the one from before the
+        first batch."""
         changed = self.list_changed()
+        turned = [(place, _turn(place.value)) for place in changed if type(place.value) in (list, deque)]
         firsts = [(place, self._first.get(place.name)) for place in changed]
         began = [(place, _begin_again(place.value, first, place.put)) for place, first in firsts if first is not None]
-        return [*((place, change(place)) for place in changed), *began]
+        return [*((place, change(place)) for place in changed), *turned, *began]
 
     def expect_unused(self, compute: Callable[[], Shown]) -> None:
         """Raises UsageError if what the same records show, which `compute` returns, follows from a changed place."""
@@ -243,6 +245,18 @@ def _lengthen(value: Any) -> Iterator[None]:
         value.update(range(FAR, FAR + more))
     else:
         value.extend(itertools.islice(itertools.cycle(kept), more))
+    try:
+        yield
+    finally:
+        _refill(value, kept)
+
+
+@contextmanager
+def _turn(value: Any) -> Iterator[None]:
+    """Gives a list the items of its second half, then those of the first."""
+    kept = value.copy()
+    items = list(kept)
+    _refill(value, items[len(items) // 2 :] + items[: len(items) // 2])
     try:
         yield
     finally:

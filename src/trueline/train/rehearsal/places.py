@@ -42,7 +42,7 @@ class KeptPlace:
 
 def walk(name: str, room: Any, seen: set[int], depth: int = 0, root: str = "") -> Iterator[KeptPlace]:
     """The places in `room` and below; `seen`: ids of what is left out."""
-    ours = _package_of(room) == "trueline"  # which may hold a data set of the user's
+    ours = package_of(room) == "trueline"  # which may hold a data set of the user's
     for key, value, put in _list_items(room):
         if isinstance(key, str) and (key.startswith("__") or key.rpartition(".")[2] in _OF_MODULES):
             continue
@@ -107,8 +107,8 @@ def _open(value: Any) -> Any:
     if isinstance(value, functools.partial):
         return {"function": value.func, "keywords": value.keywords, "arguments": list(value.args)}
     if isinstance(value, FunctionType):
-        return value if _is_users(value) else None
-    return value if _package_of(value) in ("", "trueline") else None
+        return value if is_users_function(value) else None
+    return value if package_of(value) in ("", "trueline") else None
 
 
 def is_users_module(module: Any) -> bool:
@@ -118,12 +118,12 @@ def is_users_module(module: Any) -> bool:
     return bool(file) and not ours and not any(part in str(file) for part in _INSTALLED)
 
 
-def _is_users(function: FunctionType) -> bool:
+def is_users_function(function: FunctionType) -> bool:
     file = function.__code__.co_filename
     return not str(function.__module__).startswith("trueline.") and not any(part in file for part in _INSTALLED)
 
 
-def _package_of(value: Any) -> str | None:
+def package_of(value: Any) -> str | None:
     """Empty: the user's. None: it is of no interest."""
     kind = value if isinstance(value, type) else type(value)
     if isinstance(value, Mapping) or not (hasattr(value, "__dict__") or hasattr(value, "__slots__")):
@@ -243,3 +243,9 @@ def list_caller_spaces() -> list[tuple[str, Any]]:
         return []
     spaces: list[tuple[str, Any]] = [("the loop's ", frame.f_globals)]
     return spaces if frame.f_locals is frame.f_globals else [("the loop's ", FrameLocals(frame)), *spaces]
+
+
+def list_caller_code() -> list[tuple[str, Any]]:
+    """The code of the user's loop, then the namespaces with what it calls."""
+    frame = _find_caller()
+    return [] if frame is None else [("", frame.f_code), *list_caller_spaces()]

@@ -25,6 +25,8 @@ from trueline.train.rehearsal.alike import AlikeTrial, load_traits, settle_trait
 from trueline.train.rehearsal.double import DoubleTrial, NumberTrial, wants_double, wants_numbers
 from trueline.train.rehearsal.extremes import ExtremesTrial, wants_extremes
 from trueline.train.rehearsal.fresh import FreshTrial
+from trueline.train.rehearsal.steps.chosen_counts import ChosenCountsTrial, list_singles
+from trueline.train.rehearsal.steps.counts import list_counts
 from trueline.train.settings import JobSettings
 from trueline.train.step import model_traits, trial
 from trueline.train.step.contribution import StepBatch
@@ -43,6 +45,8 @@ class RecipeTrial:
         self._place = functools.partial(devices.place_batch, device=devices.of_model(model))
         self._reader = SeededReader(source, settings.seed, self._place)
         self._options, self._kept = Options.of(settings), ReadMemory()
+        self._counts = False
+        """Whether the recipe or its model counts batches."""
 
     def find_traits(self) -> ModelTraits:
         """What the trials of model and loss show; if they fail, what the module types do. Raises UsageError if the loss
@@ -107,9 +111,14 @@ class RecipeTrial:
             trials.append(NumberTrial(tried, found.numbers))
         if wants_extremes(tried.inputs, found):
             trials.append(ExtremesTrial(tried, found.reduction))
+        counts = ChosenCountsTrial(tried, self._list_spaces)
+        if self._counts or found.numbers:
+            trials.append(counts)
         for one in trials if fork.can_fork(self._model) else ():
             with contextlib.closing(fork.try_again(one, None)) as batches:
                 all(self._take(tried, batch) for batch in batches)
+        if counts in trials and not counts.done:
+            events.emit("loss.untried", why="what it does where it counts to other numbers gave no answer")
 
     def _try_forward(self) -> ModelTraits:
         source, batch = self._source, self._settings.global_batch
@@ -151,6 +160,7 @@ class RecipeTrial:
                 if number < 2:  # of the same records
                     ids = batch.records
                     memory.look()
+        self._counts = bool(list_counts(memory) or list_singles(self._model))
         with seeding.preserve_generators():
             memory.expect_unused(lambda: self._show_loss(tried, ids))
         return True
@@ -195,4 +205,5 @@ def list_spaces(recipe: Recipe, source: Source) -> list[tuple[str, Any]]:
     """Where the recipe's code keeps what it keeps."""
     functions = [getattr(value, "__func__", value) for value in (recipe.loss, recipe.model, recipe.feed)]
     spaces = {id(found): found for one in functions if (found := getattr(one, "__globals__", None)) is not None}
-    return [*(("the recipe's ", space) for space in spaces.values()), ("the data set's ", source)]
+    enclosing = [one for one in functions if getattr(one, "__closure__", None)]
+    return [*(("the recipe's ", space) for space in (*spaces.values(), *enclosing)), ("the data set's ", source)]

@@ -12,7 +12,7 @@ writing are /dev/null there, and a program that it starts ends the fork, and so 
 
 from __future__ import annotations
 
-import itertools
+import math
 import os
 import subprocess
 import time
@@ -27,7 +27,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from trueline.errors import UsageError
 from trueline.train import dynamo
 from trueline.train.rehearsal import applied, kept, modes, places
-from trueline.train.rehearsal.places import KeptPlace
+from trueline.train.rehearsal.steps.constants import list_constants
+from trueline.train.rehearsal.steps.counts import CountedNumber, list_counts
 from trueline.train.rehearsal.steps.traced_step import StepNotes
 from trueline.train.step.contribution import StepBatch
 from trueline.train.step.optimizer_settings import OptimizerSettings
@@ -43,11 +44,13 @@ Batches = Generator[StepBatch, None, None]
 
 
 class OtherNumbers(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Makes single numbers of tensors that code looks at `factor` times as large; `seen` counts them."""
+    """Makes single numbers of tensors that code looks at `factor` times as large; `seen` counts them. `compared` are
+    the numbers with which single ones are compared, or by which they are divided for a remainder."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.factor, self.seen, self._open = 1.0, 0, True
+        self.compared: dict[int, None] = {}
 
     @contextmanager
     def close(self) -> Iterator[None]:
@@ -59,10 +62,21 @@ class OtherNumbers(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._open = True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self._open and func.overloadpacket in _COMPARE and _is_count(args):
+            self.compared[math.floor(args[1])] = None
         if self._open and func.overloadpacket in LOOKS and _is_single(args[0]):
             self.seen += 1
             args = args if self.factor == 1.0 else (args[0].detach() * self.factor, *args[1:])
         return func(*args, **(kwargs or {}))
+
+
+_COMPARE = {getattr(torch.ops.aten, name) for name in ("eq", "ne", "lt", "le", "gt", "ge", "remainder")}
+
+
+def _is_count(args: Any) -> bool:
+    number = args[1] if len(args) > 1 else None
+    single = isinstance(args[0], torch.Tensor) and args[0].numel() == 1
+    return single and isinstance(number, int | float) and math.isfinite(number)
 
 
 def _is_single(value: Any) -> bool:
@@ -79,8 +93,8 @@ class ChosenStepsTrial:
     _begun: list[bool]
     _own: set[str]
     """Names of what each batch changes."""
-    _counts: Sequence[tuple[KeptPlace, Any]] = ()
-    """Those of them that count, and the numbers from which each batch begins here."""
+    _counts: Sequence[CountedNumber] = ()
+    """Those of them that have one number each, and what `enumerate` counts."""
 
     def __init__(self, tried: LossTrial, settings: OptimizerSettings) -> None:
         self.inputs = replace(tried.inputs, chosen=applied.list_first(tried.inputs))
@@ -104,7 +118,7 @@ class ChosenStepsTrial:
         self._trial = trial = applied.AppliedTrial(self._tried, self._settings)
         self._tried.after = self._take_loss
         applied.spare_files()
-        _spare_programs()
+        spare_programs()
         for step in (notes.trace(self._late), self._late, self._late):  # the trial compares the third with the first
             yield from self._take(step)
             self._memory.look()
@@ -113,24 +127,22 @@ class ChosenStepsTrial:
         self._usual, self._ended, self._begun = trial.taken[2][0], trial.ended[2], self._read_modes()
         changed = self._memory.list_changed()
         self._own = {place.name for place in changed}
-        self._counts = [
-            *((place, place.value) for place in (*self._enumerates, *changed) if type(place.value) is int),
-            *((place, kept.copy_count(place.value)) for place in changed if isinstance(place.value, itertools.count)),
-        ]
+        self._counts = [*(CountedNumber(place, place.value) for place in self._enumerates), *list_counts(self._memory)]
         for step in notes.choose(MOST_STEPS):
             yield from self._try(f"in step {step}", notes.trace(step))
-        for place, first in self._counts:
-            yield from self._try_count(place, first)
+        for count in self._counts:
+            yield from self._try_count(count)
+        trial.look_again()
         for factor in FACTORS if self._numbers.seen else ():
             self._numbers.factor = factor
             yield from self._try(f"where a number that it looks at is {factor:g} times as large", self._late)
 
-    def _take(self, step: int, place: KeptPlace | None = None, value: Any = None) -> Batches:
-        """A batch of the first records, with `value` in `place`, and in each other count what it had at first."""
-        for other, first in self._counts:
-            other.put(kept.copy_count(first) if isinstance(first, itertools.count) else first)
-        if place is not None:
-            place.put(value)
+    def _take(self, step: int, count: CountedNumber | None = None, number: Any = None) -> Batches:
+        """A batch of the first records, with `number` in `count`, and in each other count what it had at first."""
+        for other in self._counts:
+            other.reset()
+        if count is not None:
+            count.write(number)
         eager = torch.compiler.set_stance("force_eager") if dynamo.is_loaded() else nullcontext()
         with eager, self._numbers:
             yield from self._trial.take_one(self.inputs.chosen, step)
@@ -140,25 +152,26 @@ class ChosenStepsTrial:
         with self._numbers.close():
             return self._trial.take(loss)
 
-    def _try_count(self, place: KeptPlace, first: Any) -> Batches:
-        """A number that the loop counts itself: at those that its code compares it with, if that is seen."""
+    def _try_count(self, count: CountedNumber) -> Batches:
+        """A number that the loop changes itself: at those that its code compares it with, if that is seen."""
         total = self.inputs.total_steps
-        if type(first) is int and place.name in self._own:
-            notes = StepNotes(total)
-            yield from self._take(self._late, place, notes.trace(first))
-            numbers: dict[int, Any] = {number: notes.trace(number) for number in notes.choose(MOST_STEPS)}
+        if count.traced and count.place.name in self._own:
+            notes = StepNotes(total * self.inputs.global_batch)  # it may count records
+            self._trial.place = count.place
+            yield from self._take(self._late, count, notes.trace(count.first))
+            numbers = [notes.trace(number) for number in notes.choose_like(count.first, MOST_STEPS)]
         else:
-            counts = isinstance(first, itertools.count)
-            numbers = {number: itertools.count(number) if counts else number for number in _list_round(total)}
-        for number, value in numbers.items():
-            yield from self._try(f"where {place.name} is {number}", self._late, place, value)
+            near = [number + by for number in self._numbers.compared for by in (-1, 0, 1)][:MOST_STEPS]
+            numbers = [*near, *list_constants(places.list_caller_code(), total), *list_round(total)]
+        for number in dict.fromkeys(numbers):
+            yield from self._try(f"where {count.place.name} is {number:.7g}", self._late, count, number)
 
-    def _try(self, when: str, step: int, place: KeptPlace | None = None, value: Any = None) -> Batches:
-        """A batch of `step`, with `value` in `place`, and the usual one after it. Raises UsageError if that differs."""
+    def _try(self, when: str, step: int, count: CountedNumber | None = None, number: Any = None) -> Batches:
+        """A batch of `step`, with `number` in `count`, then the usual one. Raises UsageError if that differs."""
         if time.process_time() > self._until:
             return
-        self._trial.place = place
-        yield from self._take(step, place, value)
+        self._trial.place = None if count is None else count.place
+        yield from self._take(step, count, number)
         self._numbers.factor = 1.0
         yield from self._take(self._late)
         trial = self._trial
@@ -185,10 +198,10 @@ class ChosenStepsTrial:
         return [part.training for part in self.inputs.model.modules()]
 
 
-def _list_round(total: int) -> list[int]:
+def list_round(total: int) -> list[int]:
     """Numbers below `total` of which many a count is a multiple, and those before them.
 
-    >>> _list_round(1001)
+    >>> list_round(1001)
     [1000, 999, 840, 839, 600, 599, 720, 719, 960, 959, 984, 983, 994, 993]
     """
     if total <= MOST_STEPS:
@@ -197,7 +210,7 @@ def _list_round(total: int) -> list[int]:
     return list(dict.fromkeys(at for number in largest if number for at in (number, number - 1)))
 
 
-def _spare_programs() -> None:
+def spare_programs() -> None:
     """Makes this process, a fork, end where it would start a program, which may upload or remove something."""
 
     def end(*_: Any, **__: Any) -> Any:

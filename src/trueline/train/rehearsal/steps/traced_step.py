@@ -28,9 +28,9 @@ class StepNotes:
         self.looked_up = False
         """Whether one was a key of a dict or a set, which does not tell the others."""
 
-    def trace(self, step: int) -> int:
-        traced: int = TracedInt.make(step, self, float)
-        return traced
+    def trace(self, step: Any) -> Any:
+        """A whole number, or a float, that notes here."""
+        return (TracedInt if isinstance(step, int) else TracedFloat).make(step, self, float)
 
     def note(self, step: Number) -> None:
         if len(self._noted) < MOST_NOTES and math.isfinite(step):
@@ -46,6 +46,21 @@ class StepNotes:
         near = [at for noted in self._noted for at in (math.floor(noted), math.floor(noted) + 1)]
         near += range(self._total) if self.looked_up else ()
         return [at for at in dict.fromkeys(near) if 0 <= at < self._total][:most]
+
+    def choose_like(self, first: Any, most: int) -> list[Any]:
+        """Up to `most` numbers of the kind of `first` at and beside which a comparison changes."""
+        return self.choose(most) if isinstance(first, int) else self.choose_floats(most)
+
+    def choose_floats(self, most: int) -> list[float]:
+        """Up to `most` numbers at, below and above those of the notes.
+
+        >>> notes = StepNotes(1)
+        >>> 0.5 * notes.trace(0.8) < 0.05, notes.choose_floats(9)
+        (False, [0.1, 0.099, 0.101])
+        """
+        near = [at for noted in self._noted for by in [1e-3 * max(1.0, abs(noted))]
+                for at in (noted, noted - by, noted + by)]  # fmt: skip
+        return list(dict.fromkeys(near))[:most]
 
 
 class _Traced:
