@@ -14,6 +14,7 @@ from trueline.data.loading.worker_pool import ReaderPool
 from trueline.errors import UsageError
 from trueline.train.job_dir import JobDir, current_job
 from trueline.train.link.contract import Link
+from trueline.train.link.grpc_client import is_replacement
 from trueline.train.rehearsal import fork, places
 from trueline.train.rehearsal.doubts import Doubts
 from trueline.train.rehearsal.generators import OwnGenerators, list_generators
@@ -28,6 +29,7 @@ from trueline.train.step.parts.scalers import refuse_scalers
 from trueline.train.step.plan import JobPlan
 from trueline.train.step.replica import Replica
 from trueline.train.step.trial import LossTrial, TrialInputs
+from trueline.train.step.validation import Evaluations
 
 
 class LoopView:
@@ -50,11 +52,14 @@ class LoopView:
     blame: Callable[..., None]
     _batch: StepBatch | None
     _doubts: Doubts
+    _evaluations: Evaluations
     _generators: OwnGenerators
     _tried_step: int | None = None
 
     def _try_loop(self, trial: LossTrial) -> Iterator[StepBatch]:
         self._settings.mark()
+        if (validation := self._evaluations.validation) is not None and not is_replacement():
+            fork.expect_sums(validation, self._replica.model)
         trial.inputs = replace(trial.inputs, total_steps=self._plan.total_steps)
         batches = fork.try_loop(trial, self._traits, self._replica.optimizer_step)
         for batch in batches:

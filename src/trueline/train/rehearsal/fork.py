@@ -31,6 +31,7 @@ import psutil
 import torch
 
 from trueline import events
+from trueline.data.loading import seeding
 from trueline.data.loading.worker_pool import ReaderClient, ReadMemory, answer_request, end_with_parent, receive, send
 from trueline.errors import RecipeError, TruelineError, UsageError, find_error_class
 from trueline.train import records
@@ -46,7 +47,9 @@ from trueline.train.step.contribution import StepBatch
 from trueline.train.step.model_traits import ModelTraits
 from trueline.train.step.optimizer_settings import OptimizerSettings
 from trueline.train.step.optimizer_step import OptimizerStep
+from trueline.train.step.parts import measured
 from trueline.train.step.trial import LossTrial, TrialInputs
+from trueline.train.step.validation import Validation
 
 ANSWER = -1
 """In place of a request's number: the message has the traits."""
@@ -249,6 +252,24 @@ def expect_same_after_join(make: Callable[[], OptimizerStep], model: torch.nn.Mo
         raise _make_error(found)
     if found["untried"]:
         events.emit("optimizer.untried", why=found["untried"])
+
+
+def expect_sums(validation: Validation, model: torch.nn.Module) -> None:
+    """Calls `measured.expect_sums` in a fork, where there can be one, and raises what it raises."""
+
+    def ask() -> dict[str, str]:
+        try:
+            with seeding.preserve_generators():
+                return {"untried": measured.expect_sums(validation, model)}
+        except UsageError as error:
+            return _encode(error)
+
+    found = _ask_fork(ask) if can_fork(model) else ask()
+    found = {"untried": "it took too long"} if found is None else found
+    if "code" in found:
+        raise _make_error(found)
+    if found["untried"]:
+        events.emit("evaluation.untried", why=found["untried"])
 
 
 def _try_join(make: Callable[[], OptimizerStep], total_steps: int) -> dict[str, str]:

@@ -152,15 +152,15 @@ class Evaluations:
         link: ProgressReporter,
         checkpointer: Checkpointer | None,
     ) -> None:
-        self._validation, self._plan, self._replica = validation, plan, replica
+        self.validation, self._plan, self._replica = validation, plan, replica
         self._group, self._link, self._checkpointer = group, link, checkpointer
         self._measured_at = -1
 
     def due(self, at: int) -> bool:
         """Whether an evaluation is due after `at` applied steps."""
-        if self._validation is None or self._measured_at == at:
+        if self.validation is None or self._measured_at == at:
             return False
-        return self._validation.rule.due(at, self._plan.epoch_steps, self._plan.total_steps)
+        return self.validation.rule.due(at, self._plan.epoch_steps, self._plan.total_steps)
 
     def forget(self) -> None:
         """The membership has changed: the current step's evaluation is due again."""
@@ -168,16 +168,16 @@ class Evaluations:
 
     def measure(self, at: int, *, holds: bool) -> list[float]:
         """The sums of all members; one without the state adds zeros. Raises RuntimeError when a peer fails."""
-        assert self._validation is not None
-        totals = self._validation.measure_all(self._group, self._replica if holds else None)
+        assert self.validation is not None
+        totals = self.validation.measure_all(self._group, self._replica if holds else None)
         self._measured_at = at
         return totals
 
     def enter(self, totals: list[float]) -> None:
         """Enters the evaluation of the current state in the ledger, reports it, and has the best state written."""
-        assert self._validation is not None
+        assert self.validation is not None
         ledger = self._replica.ledger
-        evaluation = self._validation.evaluation(totals, ledger.steps, ledger.evaluations)
+        evaluation = self.validation.evaluation(totals, ledger.steps, ledger.evaluations)
         ledger.evaluations.append(evaluation)
         self._link.report_evaluation(as_message(evaluation))
         if self._checkpointer is not None and self._group.rank == 0 and evaluation["best"]:
@@ -186,6 +186,6 @@ class Evaluations:
     def value(self) -> float | None:
         """The monitored value of the current state, smaller is better; None: it was not evaluated."""
         ledger = self._replica.ledger
-        if self._validation is None or not ledger.evaluations or ledger.evaluations[-1]["step"] != ledger.steps:
+        if self.validation is None or not ledger.evaluations or ledger.evaluations[-1]["step"] != ledger.steps:
             return None
-        return self._validation.rule.value(ledger.evaluations[-1])
+        return self.validation.rule.value(ledger.evaluations[-1])
