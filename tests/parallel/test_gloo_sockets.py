@@ -161,6 +161,35 @@ def test_a_stranger_that_is_faster_than_the_filter_costs_another_listener(monkey
         stranger.close()
 
 
+def test_a_stranger_that_was_accepted_behind_the_place_that_was_read_is_found(monkeypatch):
+    """Descriptors are read number by number, and its own may be lower than those that were accepted after it."""
+    admit, listed, strangers = gloo_sockets._Device.admit, gloo_sockets._Device._list_accepted, []
+    blind = set()
+
+    def late(device, ports):
+        if len(strangers) < 2:
+            strangers.append(socket.create_connection(device.address))
+            strangers[-1].sendall(GARBAGE)
+        admit(device, ports)
+
+    def skip(device):
+        found = list(listed(device))
+        known = [one for one in found if one[1] not in {stranger.getsockname() for stranger in strangers}]
+        if not known or device in blind:
+            return found
+        blind.add(device)
+        return known
+
+    monkeypatch.setattr(gloo_sockets._Device, "admit", late)
+    monkeypatch.setattr(gloo_sockets._Device, "_list_accepted", skip)
+    groups, _ = formed(2)
+    assert len(strangers) == 2
+    assert len(blind) > 2
+    assert sums(groups) == [(3, 3)] * 2
+    for stranger in strangers:
+        stranger.close()
+
+
 def test_a_stranger_that_is_always_faster_fails_the_group_and_not_the_process(monkeypatch):
     admit, strangers = gloo_sockets._Device.admit, []
 

@@ -182,12 +182,15 @@ class _Device:
         gloo accepts in order and in one thread: with ours there is also each stranger that came before the filter.
         """
         until = time.monotonic() + _ACCEPT_S
+        complete = False
         while True:
             accepted = dict(self._list_accepted())
             if any(name not in names for name in accepted.values()):
                 raise _Retry("another process was faster in connecting to it")
-            if len(accepted) == len(names):
+            if complete:
                 return {names[name]: number for number, name in accepted.items()}
+            if complete := len(accepted) == len(names):
+                continue  # /proc is read number by number: a stranger's may have come behind the place that was read
             if time.monotonic() > until:
                 raise RuntimeError("gloo: its event loop accepted no connection in time")
             time.sleep(_LOOK_S)
