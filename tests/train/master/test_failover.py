@@ -143,3 +143,20 @@ def test_two_masters_never_serve_one_job_though_they_could_share_its_port(tmp_pa
         folder.hold_master()
     os.close(first)
     os.close(folder.hold_master())
+
+
+def test_a_signal_that_comes_while_a_dead_zygote_is_replaced_leaves_nothing_that_cannot_be_ended(line, monkeypatch):
+    """A second Ctrl-C, or a second SIGTERM to all processes of the job, raises in the launcher."""
+    line.start()
+    line.masters._zygote.kill()
+    until(lambda: line.masters.poll() is not None, "the launcher has seen that it is gone")
+
+    def interrupted():
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(line.masters, "_start_zygote", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        line.masters.start("--port", "0")
+    assert line.masters.poll() is None
+    line.cut()
+    line.masters.end()

@@ -109,8 +109,9 @@ class MasterProcess:
             self._close()
 
     def _close(self) -> None:
-        if self._zygote is not None:
-            for pipe in (self._zygote.stdin, self._zygote.stdout):
+        zygote, self._zygote = self._zygote, None  # first: a signal's exception may come while another one is started
+        if zygote is not None:
+            for pipe in (zygote.stdin, zygote.stdout):
                 assert pipe is not None
                 with contextlib.suppress(BrokenPipeError):
                     pipe.close()

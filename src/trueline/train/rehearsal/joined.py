@@ -125,7 +125,7 @@ def _list_numbers(one: OptimizerStep) -> list[places.KeptPlace]:
     for at, part in enumerate(getattr(one.optimizer, "parts", (one.optimizer,))):
         room = {key: value for key, value in vars(part).items() if key not in _OF_OPTIMIZERS}
         kept = places.walk(f"{at}: ", room, set(tensors))
-        # What is kept in an object of its own is given another value there, an attribute of the optimizer in it.
+        # `room` is a copy: an attribute of the optimizer is set in the optimizer.
         found += [
             replace(place, put=functools.partial(setattr, part, key)) if (key := place.name[3:]) in room else place
             for place in kept
