@@ -18,7 +18,7 @@ from trueline.capture.model.eager import EagerSession
 from trueline.capture.onnx import emit
 from trueline.capture.onnx import offload as offload_emit
 from trueline.capture.proof import determinism, jumps, limits, stateful
-from trueline.capture.proof.disagreement import UNEXPLAINED, Explanation, explain
+from trueline.capture.proof.disagreement import UNEXPLAINED, Explanation, explain, shrink
 from trueline.capture.proof.far_sizes import FarSizes
 from trueline.capture.proof.frozen import UNFOLLOWED, find_unfollowed
 from trueline.capture.proof.narrowing import judge_and_narrow, takes
@@ -349,7 +349,10 @@ def _prove(
     refused = any(seen.outputs is None and seen.probe is probe for seen in observations)
     if probe is None or refused or any(seen.draws is not None for seen in observations):
         return proof, UNEXPLAINED  # of two random answers none is wrong
-    explanation = explain(format, exported, session, eager, probe)
+    shrunk = shrink(session, eager, probe)
+    del session  # its weights are not needed twice
+    limits.release_memory()
+    explanation = explain(format, exported, eager, probe, shrunk=shrunk, work=path.parent.parent)
     return explanation.amend(proof), explanation
 
 
