@@ -114,6 +114,7 @@ def climb(
     rungs = _climb_stand_ins(exported, eager, climb_all, formats, otherwise) or _climb_claims(
         exported, extended, climb_all, formats, otherwise
     )
+    limits.release_memory()  # of the last program, before the bundle is written
     return [_with_jumps(_with_excluded(rung, eager), decisive) for rung in rungs]
 
 
