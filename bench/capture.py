@@ -44,7 +44,7 @@ def main() -> None:
     parser.add_argument("--limit-mb", type=float, default=6000.0, help="resident memory of one architecture")
     parser.add_argument("--untimed", action="store_true", help="without the plain exporter, and so without time_ratio")
     parser.add_argument("--offload", action="store_true", help="run bench.offload too, where it is")
-    parser.add_argument("--size", type=float, help="million parameters: the cost of four models of this size instead")
+    parser.add_argument("--size", type=float, help="million parameters: the cost of five models of this size instead")
     args = parser.parse_args()
     if args.size:
         _cost(args.size)
@@ -63,8 +63,10 @@ def _cost(millions: float) -> None:
     from bench.zoo.large import MODELS, measured
 
     found = [measured(name, millions) for name in MODELS]
-    rows = [[one["model"], ", ".join(one["proven"]), one["cpu_s"], one["peak_over_weights"]] for one in found]
-    report(("model", "proven", "CPU s", "peak / weights"), rows, {one["model"]: one for one in found})
+    told = ("wall_s", "cpu_s", "peak_over_weights", "process_over_weights")
+    rows = [[one["model"], ", ".join(one["proven"]), *(one[key] for key in told)] for one in found]
+    headers = ("model", "proven", "wall s", "CPU s", "peak / weights", "peak of the whole process / weights")
+    report(headers, rows, {one["model"]: one for one in found})
 
 
 def _list() -> None:

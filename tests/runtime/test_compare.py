@@ -315,7 +315,7 @@ def test_each_record_that_decides_otherwise_is_counted_in_any_number_of_dimensio
     assert (found.decisions_changed, found.agrees) == (2, False)
 
 
-@pytest.mark.parametrize("shape", [(7,), (7, 3), (5, 2, 3), (1, 4), (0, 3), ()])
+@pytest.mark.parametrize("shape", [(7,), (7, 3), (5, 2, 3), (2, 3, 2, 5), (1, 4), (0, 3), ()])
 def test_a_large_answer_is_compared_by_parts_with_the_same_verdict(
     shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:

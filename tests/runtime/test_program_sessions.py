@@ -178,3 +178,30 @@ print(", ".join(name for name in sys.modules if name.startswith(heavy)), end="")
 """
     found = subprocess.run([sys.executable, "-W", "error", "-c", code], check=False, capture_output=True, text=True)
     assert (found.returncode, found.stderr, found.stdout) == (0, "", "")
+
+
+class Aliases(nn.Module):
+    """Returns a weight, an input, a part of a sum, and the sum itself twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3, 3))
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        both = x + self.weight[0]
+        return self.weight, x, both[:, :1], both, both
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("format", FORMATS)
+def test_what_is_written_into_an_answer_changes_nothing_else(tmp_path: Path, format: str) -> None:
+    session = opened(format, Aliases(), torch.zeros(2, 3), tmp_path)
+    given = {"x": np.zeros((2, 3), np.float32)}
+    first = session.run(given)
+    expected = {name: array.copy() for name, array in first.items()}
+    for name, array in first.items():
+        array[...] = 7
+        assert all((other == expected[key]).all() for key, other in first.items() if key > name)
+    assert not given["x"].any()
+    for name, array in session.run(given).items():
+        np.testing.assert_array_equal(array, expected[name])

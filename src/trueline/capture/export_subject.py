@@ -18,7 +18,7 @@ from trueline.capture.proof.frozen import UNFOLLOWED, find_unfollowed
 from trueline.capture.proof.observe import Observation
 from trueline.capture.proof.probes import LIMIT, Probe, make_given_probes, make_probes
 from trueline.capture.proof.value_probes import make_value_probes, observe_border
-from trueline.capture.proof.value_sweep import make_sweep
+from trueline.capture.proof.value_sweep import DEAR_S, make_sweep, time_call
 from trueline.capture.subject import Subject
 from trueline.capture.sum_limits import bound_exported, bound_sums, find_limits, tie_sizes
 from trueline.capture.time_limit import EXPORT_SHARE, TimeLimit
@@ -45,8 +45,16 @@ def export_and_observe(
         events.emit("model.observed", probes=len(probes))
         return limit.run(f"the model on {len(probes)} probes", lambda: subject.observe(probes, num_draws=num_draws))
 
-    def make_given(signature: Signature) -> tuple[Probe, ...]:
-        return () if random or eager.signature.state else make_given_probes(eager.example, eager.examples, signature)
+    def observe_all(signature: Signature, sizes: Mapping[str, Sequence[int]]) -> tuple[Observation, ...]:
+        call_s = 0.0 if random else time_call(eager)
+        sweep = () if random else make_sweep(eager, signature, call_s)
+        probes = make_probes(
+            eager.example, signature=signature, sizes=sizes, limit=most, covered=covered, dear=call_s > DEAR_S
+        )
+        given = () if random or eager.signature.state else make_given_probes(eager.example, eager.examples, signature)
+        values = make_value_probes(eager.example, signature, dear=call_s > DEAR_S)
+        seen = observe([*probes, *given, *values, *sweep])
+        return (*seen, *observe_border(observe, seen, cheap=bool(sweep)))
 
     def settle(signature: Signature) -> Signature:
         return limit.run("the model at the ends of its values", lambda: value_ranges.settle(eager, signature))
@@ -59,21 +67,13 @@ def export_and_observe(
     except CaptureError as failed:
         presumed = settle(limit_sums(eager.calling.presumed))
         eager.calling = replace(eager.calling, presumed=presumed)
-        probes = make_probes(eager.example, signature=presumed, limit=most, covered=covered)
-        sweep = () if random else make_sweep(eager, presumed)
-        seen = observe([*probes, *make_given(presumed), *make_value_probes(eager.example, presumed), *sweep])
-        return failed, (*seen, *observe_border(observe, seen, cheap=bool(sweep)))
+        return failed, observe_all(presumed, {})
     if size_limits.find_excluded(exported.signature, eager.calling):  # a script may take all, of which no trace tells
         eager.calling = replace(eager.calling, presumed=limit_sums(eager.calling.presumed))
     values = settle(exported.signature).values
     ranged = tuple(claim.with_values(values) for claim in exported.claims)
     exported = replace(exported, claims=ranged, signature=ranged[0])
-    found = exported.signature
-    probes = make_probes(eager.example, signature=found, sizes=exported.boundaries, limit=most, covered=covered)
-    sweep = () if random else make_sweep(eager, found)
-    more = (*make_given(found), *make_value_probes(eager.example, found))
-    observations = observe([*probes, *more, *sweep])
-    observations += observe_border(observe, observations, cheap=bool(sweep))
+    observations = observe_all(exported.signature, exported.boundaries)
     error = None if random else _refuse_unfollowed(eager, observations, exported, limit)
     if error is None:
         return limit.run("the choice of a claim", lambda: claims.choose(exported, observations)), observations

@@ -18,7 +18,7 @@ from trueline.capture.model.eager import EagerSession
 from trueline.capture.onnx import emit
 from trueline.capture.onnx import offload as offload_emit
 from trueline.capture.proof import determinism, jumps, limits, stateful
-from trueline.capture.proof.disagreement import UNEXPLAINED, Explanation, explain
+from trueline.capture.proof.disagreement import UNEXPLAINED, Explanation, explain, shrink
 from trueline.capture.proof.far_sizes import FarSizes
 from trueline.capture.proof.frozen import UNFOLLOWED, find_unfollowed
 from trueline.capture.proof.narrowing import judge_and_narrow, takes
@@ -114,6 +114,7 @@ def climb(
     rungs = _climb_stand_ins(exported, eager, climb_all, formats, otherwise) or _climb_claims(
         exported, extended, climb_all, formats, otherwise
     )
+    limits.release_memory()  # of the last program, before the bundle is written
     return [_with_jumps(_with_excluded(rung, eager), decisive) for rung in rungs]
 
 
@@ -349,7 +350,10 @@ def _prove(
     refused = any(seen.outputs is None and seen.probe is probe for seen in observations)
     if probe is None or refused or any(seen.draws is not None for seen in observations):
         return proof, UNEXPLAINED  # of two random answers none is wrong
-    explanation = explain(format, exported, session, eager, probe)
+    shrunk = shrink(session, eager, probe)
+    del session  # its weights are not needed twice
+    limits.release_memory()
+    explanation = explain(format, exported, eager, probe, shrunk=shrunk, work=path.parent.parent)
     return explanation.amend(proof), explanation
 
 

@@ -12,9 +12,10 @@ are within the bounds of each other.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -26,6 +27,19 @@ Floats = npt.NDArray[np.float64]
 Bound = Sequence[Floats]
 """For the whole output, then along each of its axes: how far an element at that index may be off. The smallest
 counts."""
+
+
+class ReadByParts(Protocol):
+    """An array that is somewhere else, of which parts are read."""
+
+    @property
+    def dtype(self) -> np.dtype[Any]: ...
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+    def __getitem__(self, part: Any) -> Array: ...
+
 
 PIECE = 1 << 19
 """Elements that are compared at once."""
@@ -75,13 +89,14 @@ class Comparison:
 
 
 def compare(
-    expected: Mapping[str, Array],
+    expected: Mapping[str, Array] | Mapping[str, ReadByParts],
     found: Mapping[str, Array],
     *,
     bounds: Mapping[str, Bound] | None = None,
     tolerances: Mapping[np.dtype[np.generic], Tolerance] = TOLERANCES,
 ) -> Comparison:
-    """Compares two answers by name, dtype, shape and value; outputs without bounds by the tolerance of their dtype."""
+    """Compares two answers by name, dtype, shape and value; outputs without bounds by the tolerance of their dtype.
+    What is expected may be in a file that is read by parts."""
     if list(expected) != list(found):
         return refusal(f"the outputs are {list(found)}, expected {list(expected)}")
     worst_abs = worst_rel = times = 0.0
@@ -104,41 +119,57 @@ def refusal(reason: str) -> Comparison:
 
 
 def _compare_one(
-    name: str, want: Array, got: Array, bound: Bound | None, tolerances: Mapping[np.dtype[np.generic], Tolerance]
+    name: str,
+    want: Array | ReadByParts,
+    got: Array,
+    bound: Bound | None,
+    tolerances: Mapping[np.dtype[np.generic], Tolerance],
 ) -> Comparison:
     if got.dtype != want.dtype:
         return refusal(f"output '{name}' has dtype {got.dtype}, expected {want.dtype}")
     if got.shape != want.shape:
         return refusal(f"output '{name}' has shape {list(got.shape)}, expected {list(want.shape)}")
-    if all(want[rows].tobytes() == got[rows].tobytes() for rows in _split_rows(want.shape)):  # NaN and infinities too
+    if all(want[part].tobytes() == got[part].tobytes() for part in split_parts(want.shape)):  # NaN and infinities too
         return Comparison(agrees=True, reason="", max_abs_error=0.0, max_rel_error=0.0, decisions_changed=0)
     if want.dtype not in tolerances:
-        return _compare_exact(name, want, got)
+        return _compare_exact(name, want[...], got)
     scale = column_scale(largest(want), want.shape)
     allowed = bound or default_bound(want, tolerances) or ()
     parts = []
-    for rows in _split_rows(want.shape):
-        a, b = (one[rows].astype(np.float64) for one in (want, got))
-        scales, bounds = (spread(_cut(one, rows), a.shape) for one in (scale, allowed))
-        parts.append(_compare_floats(a, b, scales, bounds, rows))
-    return _conclude(name, want.size, parts)
+    for part in split_parts(want.shape):
+        a, b = (one[part].astype(np.float64) for one in (want, got))
+        scales, bounds = (spread(cut_bound(one, part), a.shape) for one in (scale, allowed))
+        parts.append(_compare_floats(a, b, scales, bounds, part))
+    return _conclude(name, got.size, parts)
 
 
-def _split_rows(shape: Sequence[int]) -> list[Any]:
+Part = tuple[Any, ...]
+"""Slices of the first axes, and `...`."""
+
+
+def split_parts(shape: Sequence[int]) -> list[Part]:
     """Indices of the parts that are compared at once: float64 and its intermediate results would take as much memory as
-    a large answer ten times over."""
-    if not shape or int(np.prod(shape)) <= PIECE:
-        return [...]
-    step = max(PIECE // int(np.prod(shape[1:])), 1)
-    return [slice(start, min(start + step, shape[0])) for start in range(0, shape[0], step)]
+    a large answer ten times over. The last of several axes stays whole: its largest element is a decision.
+
+    >>> split_parts([2, 3]), split_parts([2, 1, PIECE + 1])
+    ([(Ellipsis,)], [(slice(0, 1, None), Ellipsis), (slice(1, 2, None), Ellipsis)])
+    """
+    if not shape or math.prod(shape) <= PIECE:
+        return [(...,)]
+    width = math.prod(shape[1:])
+    step = max(PIECE // width, 1)
+    starts = [slice(start, min(start + step, shape[0])) for start in range(0, shape[0], step)]
+    inside: list[Part] = split_parts(shape[1:]) if width > PIECE and len(shape) > 2 else [(...,)]
+    return [(rows, *rest) for rows in starts for rest in inside]
 
 
-def _cut(bound: Bound, rows: Any) -> Bound:
-    return bound if rows is ... else (bound[0], bound[1][rows], *bound[2:])
+def cut_bound(bound: Bound, part: Part) -> Bound:
+    """The bound of a part."""
+    return (bound[0], *(one[rows] for one, rows in zip(bound[1:], part, strict=False)), *bound[len(part) + 1 :])
 
 
 def default_bound(
-    want: Array, tolerances: Mapping[np.dtype[np.generic], Tolerance] = TOLERANCES
+    want: Array | ReadByParts, tolerances: Mapping[np.dtype[np.generic], Tolerance] = TOLERANCES
 ) -> tuple[Floats, ...] | None:
     """The bound of an answer that has none: the tolerance of its dtype, of the scale of each column. None where it has
     to be equal."""
@@ -173,7 +204,7 @@ class _PartDifference:
     records: tuple[int, ...]
 
 
-def _compare_floats(a: Floats, b: Floats, scale: Floats, bound: Floats, rows: Any) -> _PartDifference:
+def _compare_floats(a: Floats, b: Floats, scale: Floats, bound: Floats, part: Part) -> _PartDifference:
     finite = np.isfinite(a) & np.isfinite(b)
     misplaced = int(np.count_nonzero(~finite & ~((a == b) | (np.isnan(a) & np.isnan(b)))))
     error = np.abs(np.where(finite, a, 0.0) - np.where(finite, b, 0.0))
@@ -182,11 +213,12 @@ def _compare_floats(a: Floats, b: Floats, scale: Floats, bound: Floats, rows: An
     if over.any():
         every = np.divide(error, bound, out=np.where(over, np.inf, 0.0), where=bound > 0)
         place = np.unravel_index(int(np.argmax(every)), a.shape)
-        times, first = float(every[place]), 0 if rows is ... else rows.start
+        times = float(every[place])
+        first = [rows.start for rows in part[:-1]] + [0] * a.ndim
         if place:
             own = np.flatnonzero(over.reshape(len(over), -1).any(axis=1))[:FAR]
-            records = tuple(int(index) + first for index in own)
-        where = f" at {[int(index) + (0 if axis else first) for axis, index in enumerate(place)]}" if place else ""
+            records = tuple(int(index) + first[0] for index in own)
+        where = f" at {[int(index) + start for index, start in zip(place, first, strict=False)]}" if place else ""
         at = f"{where} {a[place]:.6g} is off by {error[place]:.3g}, where {bound[place]:.3g} is allowed"
     return _PartDifference(
         misplaced=misplaced,
@@ -218,28 +250,34 @@ def _conclude(name: str, size: int, parts: Sequence[_PartDifference]) -> Compari
         max_rel_error=max((one.relative for one in parts), default=0.0),
         decisions_changed=changed,
         times=0.0 if misplaced else max((one.times for one in parts), default=0.0),
-        records=tuple(index for one in parts for index in one.records)[:FAR],
+        records=tuple(dict.fromkeys(index for one in parts for index in one.records))[:FAR],
     )
 
 
-def largest(values: Array) -> tuple[Floats, ...]:
+def largest(values: Array | ReadByParts) -> tuple[Floats, ...]:
     """The largest finite magnitude of the whole, then at each index of each axis.
 
     >>> [one.tolist() for one in largest(np.array([[1.7e9, 0.25], [1.6e9, -0.75]]))]
     [[1700000000.0], [1700000000.0, 1600000000.0], [1700000000.0, 0.75]]
     """
-    axes = range(values.ndim)
-    found: list[Floats] = []
-    for rows in _split_rows(values.shape):
-        sizes = np.abs(np.asarray(values[rows], dtype=np.float64))
-        sizes = np.where(np.isfinite(sizes), sizes, 0.0)
-        along = [np.max(sizes, axis=tuple(one for one in axes if one != axis), initial=0.0) for axis in axes]
-        part: list[Floats] = [np.max(sizes, initial=0.0).reshape(1), *map(np.asarray, along)]
-        if found:
-            joined = [np.concatenate((found[1], part[1]))]
-            part = [np.maximum(found[0], part[0]), *joined, *map(np.maximum, found[2:], part[2:])]
-        found = part
+    found: list[Floats] = [np.zeros(size) for size in (1, *values.shape)]
+    for part in split_parts(values.shape):
+        sizes = np.abs(np.asarray(values[part]))
+        if not np.isfinite(np.max(sizes, initial=0.0)):
+            sizes = np.where(np.isfinite(sizes), sizes, np.zeros((), sizes.dtype))
+        found[0] = np.maximum(found[0], np.max(sizes, initial=0.0))
+        for into, most in zip(cut_bound(found, part)[1:], _largest_along(sizes), strict=True):
+            np.maximum(into, most, out=into)
     return tuple(found)
+
+
+def _largest_along(sizes: Array) -> list[Array]:
+    """At each index of each axis; the numbers themselves are looked at twice, however many axes there are."""
+    if not sizes.ndim:
+        return []
+    rows, leading = np.max(sizes, axis=-1, initial=0.0), range(sizes.ndim - 1)
+    along = [np.max(rows, axis=tuple(one for one in leading if one != axis), initial=0.0) for axis in leading]
+    return [*along, np.max(sizes, axis=tuple(leading), initial=0.0)]
 
 
 def column_scale(

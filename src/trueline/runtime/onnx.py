@@ -13,10 +13,12 @@ Sources: `onnxruntime_session_options_config_keys.h`, `onnxruntime_run_options_c
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import json
+import os
 import threading
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, final
 
@@ -64,6 +66,14 @@ _IDENTITY = (
     b"\x01y\x12\n\n\x08\x08\x01\x12\x04\n\x02\x08\x01B\x04\n\x00\x10\r"
 )
 """An ONNX model, y = x: only a run can shrink the arena."""
+_LARGE, _KEPT = 1 << 20, 32 << 20
+"""Bytes of a block that is mapped alone, and from which on glibc does so by itself in the end."""
+_M_MMAP_THRESHOLD, _M_TRIM_THRESHOLD = -3, -1
+"""Of `mallopt` (malloc.h)."""
+_HAS_THRESHOLD = "MALLOC_MMAP_THRESHOLD_" in os.environ or "mmap_threshold" in os.environ.get("GLIBC_TUNABLES", "")
+"""Whether the user has chosen one."""
+_LIBC = ctypes.CDLL(None)
+_opening = 0
 _lock = threading.Lock()
 _bound_bytes = 0
 _shrinker: onnxruntime.InferenceSession | None = None
@@ -143,9 +153,10 @@ def open_model(path: Path, settings: SessionSettings) -> onnxruntime.InferenceSe
     external_data.check(path)
     onnxruntime.disable_telemetry_events()
     try:
-        session = _open_shared(path, settings) or onnxruntime.InferenceSession(
-            str(path), _options(settings.threads, arena=settings.keeps_memory), providers=providers
-        )
+        with _large_blocks_apart():
+            session = _open_shared(path, settings) or onnxruntime.InferenceSession(
+                str(path), _options(settings.threads, arena=settings.keeps_memory), providers=providers
+            )
     except Exception as error:
         raise BundleError(f"{path} is no ONNX program that this ONNX Runtime can open: {first_line(error)}") from error
     if settings.cuda is not None and _CUDA not in session.get_providers():  # it falls back silently
@@ -154,6 +165,29 @@ def open_model(path: Path, settings: SessionSettings) -> onnxruntime.InferenceSe
             hint="check the CUDA libraries that this onnxruntime needs, or leave the device out",
         )
     return session
+
+
+@contextlib.contextmanager
+def _large_blocks_apart() -> Iterator[None]:
+    """In the block, the system has memory of _LARGE bytes or more back as soon as it is freed (glibc). By default glibc
+    keeps freed blocks of up to 32 MB for later ones, which fit where alignment lets them: the weights of convolutions,
+    which ONNX Runtime reorders one by one when it opens a program, were in memory twice ever after."""
+    global _opening
+    mallopt = getattr(_LIBC, "mallopt", None)
+    if mallopt is None or _HAS_THRESHOLD:
+        yield
+        return
+    with _lock:
+        _opening += 1
+        mallopt(_M_MMAP_THRESHOLD, _LARGE)
+    try:
+        yield
+    finally:
+        with _lock:
+            _opening -= 1
+            if not _opening:  # what glibc raises them to by itself, which it does no longer once one was set
+                mallopt(_M_MMAP_THRESHOLD, _KEPT)
+                mallopt(_M_TRIM_THRESHOLD, 2 * _KEPT)
 
 
 def _count_bytes(path: Path, ending: str) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -40,14 +40,30 @@ def to_array(tensor: torch.Tensor) -> Array:
     return found
 
 
-def to_arrays(signature: Signature, found: tuple[torch.Tensor, ...], *, cast: bool = False) -> dict[str, Array]:
-    """Names the outputs. They are copied: a module may later write into a buffer that it returned. `cast` converts
-    outputs of autocast back to the signature's dtypes."""
+def to_arrays(
+    signature: Signature, found: tuple[torch.Tensor, ...], *, cast: bool = False, kept: Collection[int] | None = None
+) -> dict[str, Array]:
+    """Names the outputs. They are copied: a module may later write into a buffer that it returned. Of a program that
+    keeps nothing but the storages at the addresses `kept`, an output that fills a storage of its own is not. `cast`
+    converts outputs of autocast back to the signature's dtypes."""
     named = zip(signature.outputs, found, strict=True)
     if cast:  # numpy has no bfloat16
         plain = ((spec, tensor.double() if tensor.is_floating_point() else tensor) for spec, tensor in named)
         return {spec.name: to_array(tensor).astype(spec.dtype) for spec, tensor in plain}
-    return {spec.name: to_array(tensor).copy() for spec, tensor in named}
+    taken = None if kept is None else {*kept}
+    return {spec.name: _hand_out(tensor, taken) for spec, tensor in named}
+
+
+def _hand_out(tensor: torch.Tensor, taken: set[int] | None) -> Array:
+    """Notes the storage of an output that is not copied in `taken`; None: all are."""
+    array = to_array(tensor)
+    if taken is None or tensor.layout is not torch.strided:
+        return array.copy()
+    storage = tensor.untyped_storage()
+    if storage.data_ptr() in taken or storage.nbytes() != tensor.nbytes or not tensor.is_contiguous():
+        return array.copy()
+    taken.add(storage.data_ptr())
+    return array
 
 
 def casts(settings: SessionSettings) -> bool:

@@ -72,6 +72,7 @@ class ExportSession:
         _guard_eigenvalues(self._module)
         tensors.check_offsets()
         torch_weights.share(self._module, settings)
+        self._kept = torch_weights.find_addresses(self._module)
         if len(program.graph_signature.user_inputs) != len(signature.inputs):
             raise BundleError(f"{path} takes {len(program.graph_signature.user_inputs)} inputs, not as its signature")
         self.signature = signature
@@ -85,4 +86,4 @@ class ExportSession:
                 found = tuple(tree_leaves(self._module(*to_tensors(self.signature, inputs, self._device))))
         except Exception as error:
             raise refusal_of(error, inputs) from error
-        return to_arrays(self.signature, found, cast=tensors.casts(self._settings))
+        return to_arrays(self.signature, found, cast=tensors.casts(self._settings), kept=self._kept)

@@ -59,6 +59,12 @@ def share(module: torch.nn.Module, settings: SessionSettings) -> None:
     events.emit("weights.shared", mapped_bytes=mapped, own_bytes=num_bytes - mapped)
 
 
+def find_addresses(module: torch.nn.Module) -> frozenset[int]:
+    """Of the storages that `module` keeps."""
+    strided = (one for one in _tensors(module) if one.layout is torch.strided)
+    return frozenset(one.untyped_storage().data_ptr() for one in strided)
+
+
 def _storages(module: torch.nn.Module) -> dict[int, tuple[torch.Tensor, list[torch.Tensor]]]:
     """By address, in the order of the module: the bytes of a storage, and its tensors."""
     found: dict[int, tuple[torch.Tensor, list[torch.Tensor]]] = {}

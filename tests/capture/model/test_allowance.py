@@ -14,7 +14,7 @@ from trueline.capture.api import capture
 from trueline.capture.model.allowance import CHEAP_S, Allowance
 from trueline.capture.model.eager import EagerSession
 from trueline.capture.proof.determinism import check_rare
-from trueline.capture.proof.value_sweep import make_sweep
+from trueline.capture.proof.value_sweep import make_sweep, time_call
 from trueline.capture.sum_limits import find_limits
 from worlds import recipes
 
@@ -119,5 +119,5 @@ def test_a_slow_machine_calls_a_model_as_often(slow_machine: None) -> None:
 
 def test_a_slow_machine_sweeps_values_as_a_fast_one(slow_machine: None) -> None:
     eager = EagerSession(nn.Linear(4, 3), torch.randn(3, 4))
-    sweep = make_sweep(eager, eager.calling.presumed)
+    sweep = make_sweep(eager, eager.calling.presumed, time_call(eager))
     assert max(float(np.abs(probe.inputs["input"]).max()) for probe in sweep) > 1000

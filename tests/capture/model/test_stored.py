@@ -9,9 +9,10 @@ import torch
 
 from trueline.capture.model import stored
 from trueline.capture.model.eager import EagerSession
-from trueline.capture.model.stored import StoredArrays, store
+from trueline.capture.model.stored import StoredArrays, StoredParts, store
 from trueline.capture.proof.observe import observe_one
 from trueline.capture.proof.probes import Probe
+from trueline.runtime.compare import compare
 
 ARRAYS = {
     "floats": np.arange(24, dtype=np.float32).reshape(4, 6).T,
@@ -50,4 +51,39 @@ def test_where_the_disk_has_no_room_answers_stay_in_memory(monkeypatch):
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(tempfile, "TemporaryFile", refuse)
-    assert store(ARRAYS) is ARRAYS
+    kept = store(ARRAYS)
+    assert [one.tobytes() for one in kept.values()] == [one.tobytes() for one in ARRAYS.values()]
+    assert not any(np.shares_memory(one, ARRAYS[name]) for name, one in kept.items())
+
+
+def test_a_small_answer_is_kept_as_it_was_when_the_model_writes_into_what_it_returned():
+    kept = torch.zeros(2, 2)
+
+    class Writing(torch.nn.Module):
+        def forward(self, x):
+            return kept.copy_(x)
+
+    eager = EagerSession(Writing(), torch.ones(2, 2))
+    probe = Probe(name="a", origin="given", num_records=2, inputs={"x": np.full((2, 2), 3, np.float32)})
+    seen = observe_one(eager, probe)
+    kept.fill_(7)
+    assert [one.tolist() for one in seen.outputs.values()] == [[[3, 3], [3, 3]]]
+
+
+def test_a_stored_answer_is_compared_without_all_of_it_in_memory(monkeypatch):
+    monkeypatch.setattr("trueline.runtime.compare.PIECE", 100)
+    want = {"a": np.arange(2400, dtype=np.float32).reshape(4, 20, 30), "none": ARRAYS["none"], "one": ARRAYS["one"]}
+    sizes = []
+    read = StoredParts.__getitem__
+
+    def note(self, part):
+        found = read(self, part)
+        sizes.append(found.size)
+        return found
+
+    monkeypatch.setattr(StoredParts, "__getitem__", note)
+    for wrong in (0.0, 1.0):
+        got = {name: one.copy() for name, one in want.items()}
+        got["a"][3, 7, 11] += wrong
+        assert compare(StoredArrays(want).by_parts(), got) == compare(want, got)
+    assert max(sizes) <= 100

@@ -337,3 +337,22 @@ def test_bounds_of_some_records_widen_theirs_and_no_other() -> None:
     assert [one.tolist() for one in found] == [[9.0], [7.0, 2.0, 3.0], [5.5, 6.0]]
     pairs = (np.array([9.0]), np.ones(3), np.ones(3))
     assert bounds.widen(pairs, (np.array([9.0]), np.ones(2), np.ones(2)), [0, 2]) is pairs
+
+
+@pytest.mark.parametrize("parted", [0, 1, 40])
+def test_the_noise_of_a_large_answer_is_measured_by_parts_as_at_once(
+    parted: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drawn = np.random.default_rng(0)
+    answer = drawn.standard_normal((4, 5, 6)).astype(np.float32)
+    exact = [answer + 1e-6 * drawn.standard_normal(answer.shape) for _ in range(3)]
+    exact[1].reshape(-1)[:parted] += 9.0  # another way; a small part of the elements says nothing about the others
+    answer[3, 4, 5] = np.nan
+    at_once = bounds.measure({"y": answer}, [{"y": one} for one in exact])["y"].noise
+    monkeypatch.setattr("trueline.runtime.compare.PIECE", 12)
+    by_parts = bounds.measure({"y": answer}, [{"y": one} for one in exact])["y"].noise
+    assert at_once is not None
+    assert by_parts is not None
+    assert (at_once[0] > 1) == (parted == 40)
+    for one, other in zip(at_once, by_parts, strict=True):
+        np.testing.assert_array_equal(one, other)

@@ -83,7 +83,7 @@ def oracle(model: nn.Module) -> EagerSession:
 def guilty(model: nn.Module) -> disagreement.Submodule | None:
     eager = oracle(model)
     exported = torch_export.export(eager.module, eager.calling)
-    return disagreement.blame("torch_export", exported, eager, eager.example)[1]
+    return disagreement.blame("torch_export", exported, eager, eager.example, Path())[1]
 
 
 def test_the_refusal_names_the_frozen_submodule_its_class_and_where_that_is_defined(tmp_path: Path) -> None:
@@ -125,10 +125,12 @@ def test_nobody_is_named_when_every_part_agrees() -> None:
 
 
 @pytest.mark.slow
-def test_a_fault_of_the_translation_to_onnx_is_told_from_one_of_the_export(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fault_of_the_translation_to_onnx_is_told_from_one_of_the_export(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     eager = oracle(Chain(Part()))
     exported = torch_export.export(eager.module, eager.calling)
-    assert disagreement.blame("onnx", exported, eager, eager.example)[1] is None
+    assert disagreement.blame("onnx", exported, eager, eager.example, tmp_path)[1] is None
     translated = emit.translate
 
     def wrong(*given: Any) -> Any:
@@ -140,7 +142,7 @@ def test_a_fault_of_the_translation_to_onnx_is_told_from_one_of_the_export(monke
         return program
 
     monkeypatch.setattr(emit, "translate", wrong)
-    stage, submodule = disagreement.blame("onnx", exported, eager, eager.example)
+    stage, submodule = disagreement.blame("onnx", exported, eager, eager.example, tmp_path)
     assert submodule is not None
     assert submodule.name == "middle"
     assert "its translation to ONNX does not" in stage
@@ -162,7 +164,7 @@ def test_the_order_of_equal_values_is_named_where_an_operator_leaves_it_open(tmp
 def test_what_is_compiled_from_a_right_export_is_blamed_on_the_compiler() -> None:
     eager = oracle(Chain(Part()))
     exported = torch_export.export(eager.module, eager.calling)
-    stage, submodule = disagreement.blame("aotinductor", exported, eager, eager.example)
+    stage, submodule = disagreement.blame("aotinductor", exported, eager, eager.example, Path())
     assert "what was compiled from it does not" in stage
     assert submodule is None
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from trueline.bundle.signature import Dim, Signature, TensorSpec
-from trueline.capture.proof.probes import make_given_probes, make_probes
+from trueline.capture.proof.probes import Probe, make_given_probes, make_probes
 
 EXAMPLE = {
     "x": np.array([[1.0, -2.0], [3.0, 4.0], [5.0, 6.0]], np.float32),
@@ -17,6 +17,19 @@ EXAMPLE = {
 def test_the_usual_sizes_and_those_asked_for_are_probed_with_given_records() -> None:
     given = {probe.num_records for probe in make_probes(EXAMPLE, sizes=(6, 7)) if probe.origin == "given"}
     assert given == {1, 2, 3, 4, 6, 7, 8, 17, 32}
+
+
+def test_a_model_whose_calls_take_long_is_asked_for_the_same_sizes_and_values_in_fewer_records() -> None:
+    all_of, fewer = make_probes(EXAMPLE), make_probes(EXAMPLE, dear=True)
+
+    def kinds(probes: tuple[Probe, ...]) -> set[str]:
+        return {probe.name.partition(", ")[2] for probe in probes}
+
+    assert {probe.num_records for probe in fewer} == {probe.num_records for probe in all_of}
+    assert kinds(fewer) == kinds(all_of)
+    assert sum(probe.num_records for probe in fewer) <= sum(probe.num_records for probe in all_of) - 32
+    alike = next(probe for probe in fewer if "three values" in probe.name)
+    assert alike.num_records > 16, "a sort of so few keeps the order of equal values"
 
 
 def test_equal_arguments_give_equal_probes_and_another_seed_others() -> None:

@@ -21,6 +21,18 @@ def huge(size: float) -> Probe:
     return Probe(name=name, origin="made", num_records=1, inputs={"x": values}, planted="x", value=size)
 
 
+def test_nan_is_in_whole_records_in_parts_of_them_and_in_one_place_beside_one_that_has_none_however_few() -> None:
+    signature = Signature(inputs=(TensorSpec(name="x", datatype="FP32", shape=("batch", 9)),), outputs=(),
+                          dims={"batch": Dim()})  # fmt: skip
+    for dear in (False, True):
+        probes = make_value_probes({"x": np.ones((2, 9), np.float32)}, signature, dear=dear)
+        found = {probe.name.partition(": ")[2]: np.isnan(probe.inputs["x"]).sum(axis=1) for probe in probes}
+        assert {9, 0} <= set(found["either in some records"])
+        assert any(1 < count < 9 for count in found["either in some records"])
+        assert set(found["NaN in some records"]) == {0, 1}
+    assert len(found["NaN in some records"]) == 4
+
+
 def observer(border: float, asked: list[float]) -> Observe:
     """Observes a model that answers NaN from `border` on, and notes what it is asked."""
 

@@ -13,9 +13,10 @@ from trueline.capture.model.attention import check_attention
 from trueline.capture.model.explicit_state import Explicit, users_own
 from trueline.capture.model.python_state import Recall
 from trueline.capture.model.signature import BATCH, Calling, learn
+from trueline.capture.model.stored import store
 from trueline.recipe.eager_mode import as_trained
 from trueline.runtime import tensors
-from trueline.runtime.session import DEFAULTS, SessionSettings
+from trueline.runtime.session import DEFAULTS, Session, SessionSettings
 from trueline.runtime.tensors import to_array, to_arrays, to_tensors
 
 
@@ -79,11 +80,26 @@ class EagerSession:
     def run(self, inputs: Mapping[str, Array], *, fast_path: bool = False) -> dict[str, Array]:
         """Outputs by name. The caller's arrays are copied first: a module may write into its inputs. With `fast_path`
         as torch runs nn.TransformerEncoder by default in evaluation mode, see `recipe.eager_mode`."""
+        outputs = self._call(inputs, fast_path=fast_path)
+        return to_arrays(self.signature, outputs, cast=tensors.casts(self._settings))
+
+    def run_stored(self, inputs: Mapping[str, Array]) -> Mapping[str, Array]:
+        """As `run`; large outputs go into a file without a copy in memory."""
+        if tensors.casts(self._settings):
+            return store(self.run(inputs))
+        named = zip(self.signature.outputs, self._call(inputs), strict=True)
+        return store({spec.name: to_array(tensor) for spec, tensor in named})
+
+    def _call(self, inputs: Mapping[str, Array], *, fast_path: bool = False) -> tuple[torch.Tensor, ...]:
         self.signature.check(inputs)
         mode, checked = (nullcontext(), nullcontext()) if fast_path else (as_trained(), check_attention())
         with torch.no_grad(), mode, checked, tensors.autocast(self._settings, self._device):
-            outputs = self.calling.call(self.module, to_tensors(self.signature, inputs, self._device))
-        return to_arrays(self.signature, outputs, cast=tensors.casts(self._settings))
+            return self.calling.call(self.module, to_tensors(self.signature, inputs, self._device))
+
+
+def run_stored(session: Session, inputs: Mapping[str, Array]) -> Mapping[str, Array]:
+    """What `session` answers, large outputs in a file."""
+    return session.run_stored(inputs) if isinstance(session, EagerSession) else store(session.run(inputs))
 
 
 def _checksums(module: torch.nn.Module) -> dict[str, int]:

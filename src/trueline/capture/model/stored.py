@@ -4,10 +4,15 @@ A proof compares hundreds of answers with each program. Those of a language mode
 vocabulary, take several times the memory of its weights together.
 """
 
+from __future__ import annotations
+
+import math
 import sys
 import tempfile
 import weakref
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -15,6 +20,21 @@ from trueline.bundle.signature import Array
 
 LEAST_BYTES = 4 << 20
 """Of an answer that is stored."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoredParts:
+    """An array in a file, for `compare`."""
+
+    file: Any
+    at: int
+    dtype: np.dtype[Any]
+    shape: tuple[int, ...]
+
+    def __getitem__(self, part: Any) -> Array:
+        if not math.prod(self.shape):
+            return np.array(np.empty(self.shape, self.dtype)[part])
+        return np.array(np.memmap(self.file, self.dtype, "r", self.at, self.shape)[part])  # the map ends here
 
 
 class StoredArrays(Mapping[str, Array]):
@@ -34,9 +54,12 @@ class StoredArrays(Mapping[str, Array]):
 
     def __getitem__(self, name: str) -> Array:
         at, dtype, shape = self._layout[name]
-        count = int(np.prod(shape))
         self._file.seek(at)
-        return np.fromfile(self._file, dtype, count).reshape(shape)
+        return np.fromfile(self._file, dtype, math.prod(shape)).reshape(shape)
+
+    def by_parts(self) -> dict[str, StoredParts]:
+        """The same arrays, of which parts are read when they are used."""
+        return {name: StoredParts(self._file, *place) for name, place in self._layout.items()}
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._layout)
@@ -45,15 +68,19 @@ class StoredArrays(Mapping[str, Array]):
         return len(self._layout)
 
 
-def store(arrays: dict[str, Array]) -> Mapping[str, Array]:
-    """The same arrays, in a file if they are large and the disk has room for them."""
+def store(arrays: Mapping[str, Array]) -> Mapping[str, Array]:
+    """A copy of the arrays, in a file if they are large and the disk has room for them."""
     if sum(array.nbytes for array in arrays.values()) < LEAST_BYTES:
-        return arrays
+        return _copy(arrays)
     watched = sys.gettrace()
     sys.settrace(None)  # `code_paths.TooSlow` would leave the file open
     try:
         return StoredArrays(arrays)
     except OSError:
-        return arrays
+        return _copy(arrays)
     finally:
         sys.settrace(watched)
+
+
+def _copy(arrays: Mapping[str, Array]) -> dict[str, Array]:
+    return {name: array.copy() for name, array in arrays.items()}

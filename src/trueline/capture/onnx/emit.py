@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import onnx
 import onnx_ir
-import onnxruntime
 import torch
 from onnx_ir.passes.common import NameFixPass
 
@@ -45,7 +44,9 @@ from trueline.capture.onnx.translations import TRANSLATIONS
 from trueline.capture.opsets import FORMAT_VERSIONS
 from trueline.capture.patches import decomposition_cache, recurrent
 from trueline.errors import CaptureError
+from trueline.runtime.onnx import open_model
 from trueline.runtime.refusals import CHECKS
+from trueline.runtime.session import SessionSettings
 from trueline.runtime.tensors import restored_vmap_levels
 
 if TYPE_CHECKING:
@@ -59,8 +60,6 @@ SOURCE = "source"
 EXTERNAL_BYTES = 100_000_000
 """Weights beyond this go into a file of their own, which a runtime maps: in one protobuf they would be in memory three
 times more."""
-PROTOBUF_BYTES = 1_500_000_000
-"""Weights that one protobuf can hold: its limit is 2 GB."""
 
 
 def emit(exported: Exported, folder: Path) -> Path:
@@ -109,28 +108,33 @@ def _encode_signature(signature: Signature) -> str:
     return msgspec.json.encode(signature, order="sorted").decode()
 
 
-def values(exported: Exported, inputs: Mapping[str, Array]) -> dict[str, list[Array]]:
-    """What ONNX Runtime computes on `inputs` in each submodule, by its qualified name; nothing for too large a program.
-    Translates it again with every value as an output: to explain a refusal."""
-    if exported.weight_bytes > PROTOBUF_BYTES:
-        return {}
+def values(exported: Exported, inputs: Mapping[str, Array], folder: Path) -> dict[str, list[Array]]:
+    """What ONNX Runtime computes on `inputs` in each submodule, by its qualified name. Translates the program again
+    with every value as an output, into an empty `folder`, whose disk holds its weights: to explain a refusal."""
+    path = folder / Path(FILE).name
+    wanted, scopes = _save_with_values(exported, path)
+    session = open_model(path, SessionSettings(keeps_memory=False))
+    found = dict(zip(wanted, session.run(wanted, dict(inputs)), strict=True))
+    return {scope: [found[name] for name in sorted(names)] for scope, names in scopes.items()}
+
+
+def _save_with_values(exported: Exported, path: Path) -> tuple[list[str], dict[str, set[str]]]:
+    """Writes `path` with every value as an output; returns their names, all of them and by submodule."""
     signature = exported.signature
     names = ([spec.name for spec in signature.inputs], [spec.name for spec in signature.outputs])
-    model = translate(exported.program, *names).model
+    program = translate(exported.program, *names)
+    model = program.model
     wanted = {value.name: value for value in model.graph.outputs if value.name}
     scopes: dict[str, set[str]] = {"": set(wanted)}
     for node in model.graph:
         paths = ast.literal_eval(node.metadata_props.get("pkg.torch.onnx.name_scopes", "[]"))
-        for path in {name for name in map(users_name, map(str, paths)) if name is not None}:
+        for scope in {name for name in map(users_name, map(str, paths)) if name is not None}:
             named = [value for value in node.outputs if value.name and value.type is not None]
-            scopes.setdefault(path, set()).update(str(value.name) for value in named)
+            scopes.setdefault(scope, set()).update(str(value.name) for value in named)
             wanted |= {str(value.name): value for value in named}
     model.graph.outputs.extend(value for value in wanted.values() if value not in model.graph.outputs)
-    session = onnxruntime.InferenceSession(
-        onnx_ir.to_proto(model).SerializeToString(), providers=["CPUExecutionProvider"]
-    )
-    found = dict(zip(wanted, session.run(list(wanted), dict(inputs)), strict=True))
-    return {path: [found[name] for name in sorted(names)] for path, names in scopes.items()}
+    save(program, path, weight_bytes=exported.weight_bytes)
+    return list(wanted), scopes
 
 
 def users_name(path: str) -> str | None:

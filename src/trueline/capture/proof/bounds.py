@@ -13,12 +13,23 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from trueline.bundle.signature import Array
-from trueline.runtime.compare import SOFT, TOLERANCES, Bound, column_scale, largest, spread
+from trueline.runtime.compare import (
+    SOFT,
+    TOLERANCES,
+    Bound,
+    ReadByParts,
+    column_scale,
+    cut_bound,
+    largest,
+    split_parts,
+    spread,
+)
 
 FACTOR = 16.0
 """Times the noise. Measured: docs/concepts/proof.md."""
@@ -71,13 +82,39 @@ def _measure(answer: Array, exact: Sequence[Array]) -> Measure:
     )
     if not exact or any(one.shape != answer.shape for one in exact):
         return plain
-    noise = _distance(answer.astype(np.float64), exact[0])
-    for rounded in exact[1:]:
-        noise = np.maximum(noise, _distance(rounded.astype(np.float64), exact[0]))
-    parted = noise > PARTED * spread(column_scale(scale, answer.shape), answer.shape)
-    if parted.any() and parted.mean() < FEW_PARTED:
-        noise = np.where(parted, 0.0, noise)
+    noise = _Noise(answer, exact, column_scale(scale, answer.shape))
+    parted = sum(np.count_nonzero(noise.find_parted(part)) for part in split_parts(answer.shape))
+    noise.hides = bool(0 < parted < FEW_PARTED * answer.size)
     return replace(plain, noise=largest(noise))
+
+
+class _Noise:
+    """The noise of each element, computed for the part that is looked at: in float64, and several times, a large answer
+    would take more memory than its model."""
+
+    def __init__(self, answer: Array, exact: Sequence[Array], scale: Bound) -> None:
+        self.dtype, self.shape = np.dtype(np.float64), answer.shape
+        self._answer, self._exact, self._scale = answer, exact, scale
+        self.hides = False
+        """Whether elements that went another way in float64 say nothing."""
+
+    def __getitem__(self, part: Any) -> Floats:
+        noise = self._measure(part)
+        return np.where(self._is_parted(noise, part), 0.0, noise) if self.hides else noise
+
+    def find_parted(self, part: Any) -> Array:
+        """Which elements went another way."""
+        return self._is_parted(self._measure(part), part)
+
+    def _measure(self, part: Any) -> Floats:
+        first, *rounded = (one[part].astype(np.float64) for one in self._exact)
+        noise = _distance(self._answer[part].astype(np.float64), first)
+        for one in rounded:
+            noise = np.maximum(noise, _distance(one, first))
+        return noise
+
+    def _is_parted(self, noise: Floats, part: Any) -> Array:
+        return np.asarray(noise > PARTED * spread(cut_bound(self._scale, part), noise.shape))
 
 
 def _flat(values: Array) -> Slices:
@@ -215,7 +252,9 @@ def _relative(one: Measure) -> float:
     return float(one.noise[0][0] / one.scale[0][0]) if one.scale[0][0] > 0 else 0.0
 
 
-def describe(outputs: Mapping[str, Array], bounds: Mapping[str, Bound] | None, how: str) -> str:
+def describe(
+    outputs: Mapping[str, Array] | Mapping[str, ReadByParts], bounds: Mapping[str, Bound] | None, how: str
+) -> str:
     """How the outputs are compared, for the evidence: the least and the largest bound of each, and by what."""
     texts = []
     for name, array in outputs.items():

@@ -11,8 +11,10 @@ outputs agrees when any of them does: a program leaves out what is not used.
 import inspect
 import operator
 import re
+import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -100,18 +102,6 @@ TIES = (
 _OPEN = frozenset({torch.ops.aten.topk.default, torch.ops.aten.sort.default, torch.ops.aten.kthvalue.default})
 
 
-def explain(format: str, exported: Exported, program: Session, eager: EagerSession, probe: Probe) -> Explanation:
-    """Why `program`, which disagrees on `probe`, does so, as far as it can be found out."""
-    shrunk = shrink(program, eager, probe)
-    smallest = f"; the smallest input that shows it: {shrunk}: {shrunk.reason}" if shrunk else ""
-    try:
-        stage, submodule = blame(format, exported, eager, shrunk.inputs if shrunk else probe.inputs)
-    except Exception as error:  # noqa: BLE001 - the graph of a wrong program, run node by node: it may raise anything
-        events.emit("submodule.unknown", format=format, why=f"{type(error).__name__}: {error}")
-        stage, submodule = "", None
-    return Explanation(probe=probe.name, smallest=smallest, stage=stage, submodule=submodule)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shrunk:
     """An input as small as it could be made, on which program and model still disagree."""
@@ -121,6 +111,21 @@ class Shrunk:
 
     def __str__(self) -> str:
         return "; ".join(_describe(name, array) for name, array in self.inputs.items())
+
+
+def explain(
+    format: str, exported: Exported, eager: EagerSession, probe: Probe, *, shrunk: Shrunk | None, work: Path
+) -> Explanation:
+    """Why the program in `format`, which disagrees on `probe`, does so, as far as it can be found out. `shrunk` is what
+    `shrink` made of the probe; files are written to the disk of the folder `work`."""
+    smallest = f"; the smallest input that shows it: {shrunk}: {shrunk.reason}" if shrunk else ""
+    try:
+        with tempfile.TemporaryDirectory(dir=work) as folder:
+            stage, submodule = blame(format, exported, eager, shrunk.inputs if shrunk else probe.inputs, Path(folder))
+    except Exception as error:  # noqa: BLE001 - the graph of a wrong program, run node by node: it may raise anything
+        events.emit("submodule.unknown", format=format, why=f"{type(error).__name__}: {error}")
+        stage, submodule = "", None
+    return Explanation(probe=probe.name, smallest=smallest, stage=stage, submodule=submodule)
 
 
 def shrink(program: Session, eager: Session, probe: Probe, *, questions: int = QUESTIONS) -> Shrunk | None:
@@ -213,16 +218,19 @@ def _describe(name: str, array: Array) -> str:
     return f"{head} from {array.min():.4g} to {array.max():.4g}"
 
 
-def blame(format: str, exported: Exported, eager: EagerSession, inputs: Inputs) -> tuple[str, Submodule | None]:
+def blame(
+    format: str, exported: Exported, eager: EagerSession, inputs: Inputs, folder: Path
+) -> tuple[str, Submodule | None]:
     """Where the program in `format` parts from the eager model on `inputs`: the stage, empty when it is the export, and
-    the submodule. If `exported`, from which it was made, agrees, the fault lies in a later stage."""
+    the submodule. If `exported`, from which it was made, agrees, the fault lies in a later stage. Files are written to
+    the empty `folder`."""
     calls = record_calls(eager, inputs)
     guilty = first_difference(calls, _exported_values(exported, inputs))
     if guilty is not None or format == "torch_export":
         return "", _submodule(eager, guilty)
     if format not in ("onnx", "openvino"):
         return "the exported program agrees, what was compiled from it does not", None
-    guilty = first_difference(calls, emit.values(exported, inputs))
+    guilty = first_difference(calls, emit.values(exported, inputs, folder))
     if guilty is None and format == "openvino":
         return "the ONNX program agrees in ONNX Runtime, and not in OpenVINO", None
     ties = TIES if _uses_places_in_order(exported) else ""

@@ -19,8 +19,7 @@ from trueline.capture.model import code_paths
 from trueline.capture.model.allowance import Allowance
 from trueline.capture.model.arbiter import Arbiter
 from trueline.capture.model.code_paths import Event, SourceLine
-from trueline.capture.model.eager import EagerSession
-from trueline.capture.model.stored import store
+from trueline.capture.model.eager import EagerSession, run_stored
 from trueline.capture.proof import bounds, limits
 from trueline.capture.proof.bounds import Measures
 from trueline.capture.proof.careful import Unsafe, care
@@ -285,7 +284,7 @@ def observe_one(
     unsafe = False
     with code_paths.watch(ends=True) if watched else nullcontext(first or ()) as way, care(probe), _bound_memory(probe):
         try:
-            outputs, error = store(eager.run(probe.inputs)), ""
+            outputs, error = run_stored(eager, probe.inputs), ""
         except CaptureError as raised:
             place = code_paths.divergence(first, way) if first is not None else None
             where = f"; see {place}" if place else ""

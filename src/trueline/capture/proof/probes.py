@@ -19,10 +19,10 @@ LIMIT = 30
 OTHERS = 4
 """The user's examples that are compared beside the first."""
 INTEGERS = ("smallest integers", "largest integers", "random integers")
-LARGER = (17, 32, 8)
+LARGER: tuple[int, ...] = (17, 32, 8)
 """Batch sizes that are tried last, if there is room."""
 MANY = 32
-"""Enough records for a runtime to take equal scores in an order of its own."""
+"""Enough records for a runtime to take equal scores in an order of its own; more than 16 are."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,13 +54,17 @@ def make_probes(
     seed: int = 0,
     limit: int = LIMIT,
     covered: Callable[[Probe], bool] = lambda probe: False,
+    dear: bool = False,
 ) -> tuple[Probe, ...]:
     """Probes from `example`, a batch by name; `sizes` (of the batch, or by symbol) are tried before the usual ones.
 
     `signature` names what is free; without it, the first dimension of every input. The example itself comes first and
     last: a model that then answers it differently has a hidden state. Probes that are `covered` elsewhere are left out.
+    `dear`, of a model whose calls take long: the records of equal values are the first of LARGER, and no others are.
     """
     maker = _Maker(example, signature or _batch_only(example), np.random.default_rng(seed))
+    if dear and maker.floats:
+        maker.larger, maker.num_alike = LARGER[1:], LARGER[0]
     wanted = sizes if isinstance(sizes, Mapping) else {maker.batch: sizes}
     given, again = (maker.probe({}, what) for what in ("as given", "as given, again"))
     more = [probe for probe in maker.reorder() if not covered(probe)]
@@ -194,6 +198,7 @@ class _Maker:
         self.floats = [name for name, array in example.items() if array.dtype.kind == "f"]
         self.whole = [name for name, array in example.items() if array.dtype.kind != "f"]
         self.masks = [name for name in self.whole if is_mask(example[name])]
+        self.larger, self.num_alike = LARGER, MANY
         self.axes = {spec.name: spec.shape.index(self.batch) for spec in signature.inputs if self.batch in spec.shape}
         """The dimension that counts the records, of each input that has one."""
 
@@ -255,7 +260,7 @@ class _Maker:
         n, dim = self.base[symbol], self.signature.dims[symbol]
         step = dim.multiple_of
         usual = [step, n + step, 2 * step, 2 * n, 3 * step, n - step]
-        last = [size for size in LARGER if symbol == self.batch]
+        last = [size for size in self.larger if symbol == self.batch]
         sizes = dict.fromkeys([*usual[:2], *borders, *usual[2:], *last])
         return [size for size in sizes if size >= min(dim.min, 1) and size != n]
 
@@ -276,7 +281,7 @@ class _Maker:
 
     def alike(self) -> Iterator[Probe]:
         """Many records of equal values: each runtime decides which of equal scores a sort or a top-k takes first."""
-        sizes = fit(self.signature, self.base, {self.batch: MANY}) or self.base
+        sizes = fit(self.signature, self.base, {self.batch: self.num_alike}) or self.base
 
         def three(array: Array) -> Array:
             return np.asarray(self.random.integers(-1, 2, array.shape)).astype(array.dtype)

@@ -22,8 +22,8 @@ from trueline.bundle.values import Values
 from trueline.capture.proof.observe import Observation
 from trueline.capture.proof.probes import BATCH, Probe, fit, is_mask, resize
 
-RECORDS = 12
-"""Records of a probe that has another value in each."""
+RECORDS, FEWER = 12, 4
+"""Records of a probe that has another value in each, and of a model whose calls take long: one of each kind."""
 BORDERS = (2**15, 2**24 + 1, 2**31 - 1, 2**31, 2**53 + 1, -(2**31), -(2**31) - 1, -(2**53) - 1)
 """Whole numbers beyond which a cast loses something."""
 FEW = 2
@@ -40,15 +40,19 @@ Observe = Callable[[Sequence[Probe]], tuple[Observation, ...]]
 _KINDS = {"NaN": (np.nan,), "infinities": (np.inf, -np.inf), "either": (np.nan, np.inf, -np.inf)}
 
 
-def make_value_probes(example: Mapping[str, Array], signature: Signature, *, seed: int = 0) -> tuple[Probe, ...]:
-    """Probes from `example`, each inside the ranges of `signature`'s inputs but for NaN and infinities."""
+def make_value_probes(
+    example: Mapping[str, Array], signature: Signature, *, seed: int = 0, dear: bool = False
+) -> tuple[Probe, ...]:
+    """Probes from `example`, each inside the ranges of `signature`'s inputs but for NaN and infinities; of FEWER
+    records for a model whose calls are `dear`."""
     random = np.random.default_rng(seed)
     probes: list[Probe] = []
     for spec in signature.inputs:
         if not example[spec.name].size:
             continue
         if example[spec.name].dtype.kind == "f":
-            probes += _floats(example, signature, spec, random)
+            wide = many(example, signature, FEWER if dear else RECORDS)
+            probes += _floats(example, wide, signature, spec, random)
         elif example[spec.name].dtype.kind in "iu":
             probes += _integers(example, signature, spec)
     return tuple(probes)
@@ -61,7 +65,7 @@ def plant(array: Array, value: float | int) -> Array:
     return planted
 
 
-def many(example: Mapping[str, Array], signature: Signature, count: int = RECORDS) -> dict[str, Array]:
+def many(example: Mapping[str, Array], signature: Signature, count: int) -> dict[str, Array]:
     """`example` at `count` records where the signature allows it, else as it is."""
     base = signature.sizes(example)
     sizes = fit(signature, base, {BATCH: count}) if BATCH in base else None
@@ -82,10 +86,13 @@ def _probe(
 
 
 def _floats(
-    example: Mapping[str, Array], signature: Signature, spec: TensorSpec, random: np.random.Generator
+    example: Mapping[str, Array],
+    wide: Mapping[str, Array],
+    signature: Signature,
+    spec: TensorSpec,
+    random: np.random.Generator,
 ) -> Iterator[Probe]:
     name, array = spec.name, example[spec.name]
-    wide = many(example, signature)
 
     def place(at: int, value: float) -> Array:
         changed = array.copy()
