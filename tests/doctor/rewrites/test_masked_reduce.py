@@ -181,6 +181,37 @@ class Still(nn.Module):
         return x
 
 
+class LeavesEarly(nn.Module):
+    """The layers end where all are sure; what is read after them is made inside of the loop alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+        self.heads = nn.ModuleList(nn.Linear(4, 3) for _ in range(3))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        for layer, head in zip(self.layers, self.heads, strict=True):
+            x = x + torch.relu(layer(x))
+            shares = head(x).softmax(-1)
+            best = shares.argmax(-1)
+            if shares.max(-1).values.min() > 0.5:
+                break
+        return shares, best
+
+
+class RaggedMeans(nn.Module):
+    """Sentences behind one another, some of them empty."""
+
+    def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
+        means, at = [], 0
+        for n in lengths.tolist():
+            piece = x[at : at + n]
+            means.append(piece.mean(0) if n > 0 else x.new_zeros(4))
+            at += n
+        return torch.stack(means)
+
+
 class Pieces(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return torch.cat([piece.mean(1, keepdim=True) for piece in torch.split(x, 3, dim=1)], dim=1)
@@ -238,6 +269,8 @@ R = T[:, 0].contiguous()
                 (Alone(), (R,), (R[:1],)),
                 (Factor(), (T,), (T[:1, :2],)),
                 (Still(), (R,), (1e-3 * R[:2],)),
+                (LeavesEarly(), (R,), (30 * R[:2],)),
+                (RaggedMeans(), (T.flatten(0, 1), LENGTHS), (T[1, :4], torch.tensor([0, 3, 0, 1]))),
                 (Pieces(), (T,), (T[:2, :4],)),
                 (KeptByTheFile(), (T,), (T[:2, :4],)),
             ],
