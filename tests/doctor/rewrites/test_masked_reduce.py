@@ -150,6 +150,18 @@ class SkipsTheUnheard(nn.Module):
         return total + x
 
 
+class SkipsForARareNumber(nn.Module):
+    """Probes go both ways, and what is skipped would change an answer at one number that none of them holds."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        total = torch.zeros_like(x)
+        for scale in (1.0, 2.0):
+            if (x * scale).max() > 1:
+                continue
+            total = total + scale + ((x - 3.25).abs() < 1e-6)
+        return total * torch.where((x * 2).max() > 1, (x == 3.25), 1)
+
+
 class CountsFar(nn.Module):
     """Answers otherwise after more calls than anybody asks of it here."""
 
@@ -266,6 +278,7 @@ R = T[:, 0].contiguous()
                 (StepsAsked(), (R, LENGTHS), (R[:2], torch.tensor([0, 0]))),
                 (SkipsTheLoud(), (R,), (9 * R[:2],)),
                 (SkipsTheUnheard(), (R,), (torch.full((2, 4), 3.25),)),
+                (SkipsForARareNumber(), (R,), (torch.full((2, 4), 3.25),)),
                 (Alone(), (R,), (R[:1],)),
                 (Factor(), (T,), (T[:1, :2],)),
                 (Still(), (R,), (1e-3 * R[:2],)),
