@@ -144,6 +144,13 @@ def test_covariances_are_torchs_own() -> None:
 KEPT: dict[str, Callable[[Tensor], Tensor]] = {
     "max_pool1d": lambda x: nn.functional.max_pool1d(x, 3, 2, 1, ceil_mode=True),
     "MaxPool1d": nn.MaxPool1d(2),
+    "max_pool1d over all": lambda x: nn.functional.max_pool1d(x.where(x < 2, torch.nan), x.size(2)).isnan(),
+    "MaxPool1d over all": lambda x: nn.MaxPool1d(x.size(2), stride=1)(x),
+    "max_pool2d over all": lambda x: nn.functional.max_pool2d(x[:, None], kernel_size=x.size()[1:], ceil_mode=True),
+    "max_pool2d over all of one dimension": lambda x: nn.functional.max_pool2d(x[:, None], (1, x.shape[2])),
+    "avg_pool1d over all": lambda x: nn.functional.avg_pool1d(x, x.shape[-1]),
+    "avg_pool2d over all": lambda x: nn.functional.avg_pool2d(x.abs().pow(3), (x.size(-2), x.size(-1))).pow(1 / 3),
+    "avg_pool3d over all": lambda x: nn.AvgPool3d(x.shape)(x[None, None]),
     "take_along_dim": lambda x: torch.take_along_dim(x, x.argsort(2)[:, :1], 2),
     "method take_along_dim": lambda x: x.take_along_dim(torch.tensor([[[-1, 0, 5]]]), 2),
     "new_tensor": lambda x: (

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._higher_order_ops import scan, while_loop
 
 from trueline.bundle import open_bundle
 from trueline.capture.api import capture
@@ -418,3 +419,89 @@ def test_sizes_that_follow_from_values_inside_of_layers_are_no_reason_to_refuse(
 ) -> None:
     bundle = open_bundle(capture(untrained(kind, examples=lambda: example), None, tmp_path / "b").path)
     assert {program.format for program in bundle.manifest.programs} >= {"onnx", "torch_export"}
+
+
+class LoopsByAValue(nn.Module):
+    """torch's own loop asks after each step whether to go on; no step of it is the user's."""
+
+    def forward(self, x: Tensor, n: Tensor) -> Tensor:
+        most = n.max()
+
+        def going(h: Tensor, t: Tensor) -> Tensor:
+            return t < most
+
+        def step(h: Tensor, t: Tensor) -> tuple[Tensor, Tensor]:
+            return torch.tanh(h + 1), t + 1
+
+        h, _ = while_loop(going, step, (x * 1.0, torch.full((), 0)))
+        return h
+
+
+class LoopsInAScan(nn.Module):
+    """What torch traces inside of a scan has the line of its call."""
+
+    def forward(self, x: Tensor, n: Tensor) -> Tensor:
+        def step(idle: Tensor, inputs: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+            row, most = inputs
+
+            def going(h: Tensor, t: Tensor) -> Tensor:
+                return t < most
+
+            def add(h: Tensor, t: Tensor) -> tuple[Tensor, Tensor]:
+                return h + row, t + 1
+
+            h, _ = while_loop(going, add, (row.clone(), torch.full((), 0)))
+            return idle.clone(), h.tanh()
+
+        _, rows = scan(step, torch.zeros(()), (x, n))
+        return rows
+
+
+class CutsInAScan(nn.Module):
+    def forward(self, x: Tensor, n: Tensor) -> Tensor:
+        def step(idle: Tensor, inputs: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+            row, count = inputs
+            kept = row[:count]
+            return idle.clone(), torch.stack([kept.sum(), kept.abs().sum()])
+
+        _, rows = scan(step, torch.zeros(()), (x, n))
+        return rows
+
+
+class PicksInASquare(nn.Module):
+    """An index of whole numbers has their size: no value decides it."""
+
+    def forward(self, x: Tensor, n: Tensor) -> Tensor:
+        def step(idle: Tensor, place: Tensor) -> tuple[Tensor, Tensor]:
+            return idle.clone(), torch.max(x[place.reshape(1) % x.shape[0]].squeeze(0), x[0])
+
+        _, rows = scan(step, torch.zeros(()), n)
+        return rows
+
+
+class AsksBesideALoop(LoopsByAValue):
+    """The loop is in the program; the question before it, on a line of its own, is not."""
+
+    def forward(self, x: Tensor, n: Tensor) -> Tensor:
+        if not torch.compiler.is_exporting() and n.sum().item() == RARE:
+            x = -x
+        return super().forward(x, n)
+
+
+LOOPS = [LoopsInAScan, LoopsByAValue, CutsInAScan, PicksInASquare]
+
+
+@pytest.mark.parametrize("kind", few(LOOPS, 1, pytest.mark.jobs))
+def test_what_torchs_own_loops_decide_is_in_the_program_and_is_no_reason_to_refuse(
+    kind: type[nn.Module], tmp_path: Path
+) -> None:
+    examples = [(torch.randn(size, 4), torch.arange(size) % 4 + 1) for size in (3, 4)]
+    bundle = open_bundle(capture(untrained(kind, examples=lambda: iter(examples)), None, tmp_path / "b").path)
+    assert "onnx" in {program.format for program in bundle.manifest.programs}
+
+
+@pytest.mark.jobs
+def test_a_number_that_the_user_takes_beside_torchs_loop_is_seen_still(tmp_path: Path) -> None:
+    examples = [(torch.randn(size, 4), torch.arange(size) % 4 + 1) for size in (3, 4)]
+    with pytest.raises(NotProven, match="a value"):
+        capture(untrained(AsksBesideALoop, examples=lambda: iter(examples)), None, tmp_path / "b")

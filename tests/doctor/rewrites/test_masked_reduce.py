@@ -150,6 +150,18 @@ class SkipsTheUnheard(nn.Module):
         return total + x
 
 
+class SkipsForARareNumber(nn.Module):
+    """Probes go both ways, and what is skipped would change an answer at one number that none of them holds."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        total = torch.zeros_like(x)
+        for scale in (1.0, 2.0):
+            if (x * scale).max() > 1:
+                continue
+            total = total + scale + ((x - 3.25).abs() < 1e-6)
+        return total * torch.where((x * 2).max() > 1, (x == 3.25), 1)
+
+
 class CountsFar(nn.Module):
     """Answers otherwise after more calls than anybody asks of it here."""
 
@@ -179,6 +191,37 @@ class Still(nn.Module):
                 return new * 2
             x = new
         return x
+
+
+class LeavesEarly(nn.Module):
+    """The layers end where all are sure; what is read after them is made inside of the loop alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+        self.heads = nn.ModuleList(nn.Linear(4, 3) for _ in range(3))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        for layer, head in zip(self.layers, self.heads, strict=True):
+            x = x + torch.relu(layer(x))
+            shares = head(x).softmax(-1)
+            best = shares.argmax(-1)
+            if shares.max(-1).values.min() > 0.5:
+                break
+        return shares, best
+
+
+class RaggedMeans(nn.Module):
+    """Sentences behind one another, some of them empty."""
+
+    def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
+        means, at = [], 0
+        for n in lengths.tolist():
+            piece = x[at : at + n]
+            means.append(piece.mean(0) if n > 0 else x.new_zeros(4))
+            at += n
+        return torch.stack(means)
 
 
 class Pieces(nn.Module):
@@ -235,9 +278,12 @@ R = T[:, 0].contiguous()
                 (StepsAsked(), (R, LENGTHS), (R[:2], torch.tensor([0, 0]))),
                 (SkipsTheLoud(), (R,), (9 * R[:2],)),
                 (SkipsTheUnheard(), (R,), (torch.full((2, 4), 3.25),)),
+                (SkipsForARareNumber(), (R,), (torch.full((2, 4), 3.25),)),
                 (Alone(), (R,), (R[:1],)),
                 (Factor(), (T,), (T[:1, :2],)),
                 (Still(), (R,), (1e-3 * R[:2],)),
+                (LeavesEarly(), (R,), (30 * R[:2],)),
+                (RaggedMeans(), (T.flatten(0, 1), LENGTHS), (T[1, :4], torch.tensor([0, 3, 0, 1]))),
                 (Pieces(), (T,), (T[:2, :4],)),
                 (KeptByTheFile(), (T,), (T[:2, :4],)),
             ],

@@ -105,3 +105,13 @@ def test_a_model_that_takes_the_last_piece_is_a_graph_at_each_length() -> None:
     for length in (1, 4, 5, 23):
         x = torch.randn(2, length, 3)
         torch.testing.assert_close(edited(x), model(x))
+
+
+@pytest.mark.parametrize("source", ["zip(self.one, self.two)", "zip(words, words[1:])", "zip(x, words)"])
+def test_zip_of_what_is_no_tensor_is_left_as_it_is(source: str) -> None:
+    function = ast.parse(f"def f(self, x, words):\n    for a, b in {source}:\n        x = a(b)\n    return x\n").body[0]
+    assert isinstance(function, ast.FunctionDef)
+    scope = Scope(text=ast.unparse(function), function=function, seen={"x": torch.zeros(2, 9), "words": ["a", "b"]})
+    spot = scope.spot(function.body[0].lineno)
+    assert spot is not None
+    assert not [*cut_zips(scope, spot)]

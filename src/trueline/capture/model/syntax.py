@@ -68,6 +68,23 @@ def find_deciding(file: str, line: int, *, lists: bool = True) -> tuple[int, ...
     return tuple(sorted(found | {line for node in nodes if decides(node, line)}))
 
 
+@functools.lru_cache(maxsize=1024)
+def lines_of_given(file: str, line: int) -> frozenset[int]:
+    """The lines of the functions that calls on `line` are given, by names that the function around it defines."""
+    around = _function_around(file, line)
+    nodes = list(ast.walk(around)) if around is not None else []
+    calls = [node for node in nodes if isinstance(node, ast.Call) and node.lineno == line]
+    given = {one.id for call in calls for one in call.args if isinstance(one, ast.Name)}
+    functions = [node for node in nodes if isinstance(node, ast.FunctionDef) and node.name in given]
+    return frozenset(at for node in functions for at in range(node.lineno, (node.end_lineno or node.lineno) + 1))
+
+
+def is_called(file: str, line: int, name: str) -> bool:
+    """Whether a function of that name, of whatever module, is called on `line`."""
+    calls = (node for node in nodes_of(file) if isinstance(node, ast.Call) and node.lineno == line)
+    return any(ast.unparse(call.func).rpartition(".")[2] == name for call in calls)
+
+
 def _names_of_lists(nodes: Sequence[ast.AST]) -> set[str]:
     """The names of a function that are bound once, to `.tolist()` of a tensor."""
     bound = [name for node in nodes for name in names_of(node, ast.Store) if isinstance(node, ast.Name)]
@@ -230,6 +247,8 @@ def _follow_names(file: str, line: int, numbers: _Numbers | None = None) -> tupl
             value = node.iter if isinstance(node, ast.For | ast.comprehension) else getattr(node, "value", None)
             if not isinstance(value, ast.AST) or "pack_padded_sequence(" in ast.unparse(value):
                 continue
+            if numbers is not None and spans(value, line) and numbers.is_part(value):
+                continue  # a slice of a tensor that the trace followed
             if spans(value, line) or (names & names_of(value, ast.Load) if numbers is None else numbers.are_in(value)):
                 targets = getattr(node, "targets", None) or [getattr(node, "target", None)]
                 names |= {name for target in targets if target is not None for name in names_of(target, ast.Store)}

@@ -39,7 +39,6 @@ def keep_sizes_free() -> Iterator[None]:
             (torch.Tensor, "bincount", _bincount(torch.Tensor.bincount)),
             (torch, "bucketize", _bucketize(torch.bucketize)),
             (torch, "linspace", _linspace(torch.linspace)),
-            (torch, "max_pool1d", _max_pool1d),
             (torch, "take_along_dim", _take_along_dim(torch.take_along_dim)),
             (torch, "tensor_split", size_parts.split_evenly(torch.tensor_split)),
             (torch.Tensor, "tensor_split", size_parts.split_evenly(torch.Tensor.tensor_split)),
@@ -61,6 +60,7 @@ def keep_sizes_free() -> Iterator[None]:
             (torch.linalg, "multi_dot", _if_of_free(torch.linalg.multi_dot, multiply)),
             *((torch, f"{name}_window", _if_free(getattr(torch, f"{name}_window"), _window(terms)))
               for name, terms in COSINES.items()),
+            *size_parts.list_pools(_max_pool1d),
         ):  # fmt: skip
             stack.callback(setattr, holder, name, getattr(holder, name))
             setattr(holder, name, stand_in)

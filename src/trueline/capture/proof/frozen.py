@@ -6,7 +6,6 @@ torch.compiler.is_exporting()`), or that catches what a trace raises. What is de
 
 import ast
 import functools
-import re
 import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import nullcontext, suppress
@@ -21,6 +20,7 @@ from torch.utils._pytree import tree_leaves
 
 from trueline.bundle.signature import Array, Signature
 from trueline.capture.export.exported import Exported
+from trueline.capture.export.traced_lines import find_followed, find_structured, find_traced
 from trueline.capture.model import code_paths, dispatch, fixed_inputs
 from trueline.capture.model.code_paths import Event, SourceLine
 from trueline.capture.model.dispatch import OperatorMode
@@ -56,6 +56,8 @@ class _ReadWatch(TorchFunctionMode):
     """Notes the place in the user's code of each number that is taken, and the number; also in torch's `layers`."""
 
     layers = True
+    structured: Collection[SourceLine] = ()
+    """Lines of loops and branches that torch runs by itself: what decides there is in the program."""
 
     def __init__(self, functions: Collection[Any] = TAKES | WHOLE, fixed: FixedInputs | None = None) -> None:
         super().__init__()
@@ -65,7 +67,7 @@ class _ReadWatch(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         if func in self._functions and args and self.follows(args[0]):
-            place = _find_place(layers=self.layers)
+            place = _find_place(layers=self.layers, structured=self.structured)
             if place is not None:
                 key = _value_key(result if func in TAKES else args[0].detach().numpy())
                 self.taken.setdefault(place, set()).add(key)
@@ -80,17 +82,20 @@ Place = tuple[SourceLine, int]
 """A line of the user's code, and the instruction that runs."""
 
 
-def _find_place(layers: bool = True) -> Place | None:
+def _find_place(layers: bool = True, structured: Collection[SourceLine] = ()) -> Place | None:
     """The innermost of this thread; None where Trueline's own code is nearer, or, unless `layers`, torch's layers or a
-    check that the exported program has too."""
-    frame = sys._getframe(1)
+    check that the exported program has too; also where one of torch's loops and branches, on the lines `structured`,
+    takes the number."""
+    frame, inside = sys._getframe(1), False
     while frame is not None and not code_paths.is_users(frame.f_code.co_filename):
         if frame.f_code.co_filename.startswith(_OWN) and frame.f_code.co_filename not in _HERE:
             return None
         if not layers and ("/torch/nn/" in frame.f_code.co_filename or distribution_checks.is_check(frame.f_code)):
             return None
+        inside = inside or "/torch/_higher_order_ops/" in frame.f_code.co_filename
         frame = frame.f_back  # type: ignore[assignment]
-    return None if frame is None else (code_paths.line_at(frame), frame.f_lasti)
+    place = None if frame is None else (code_paths.line_at(frame), frame.f_lasti)
+    return None if place is not None and inside and place[0] in structured else place
 
 
 _OWN, _HERE = str(Path(__file__).parents[1]), (__file__, dispatch.__file__, fixed_inputs.__file__)
@@ -160,7 +165,7 @@ def find_unfollowed(eager: EagerSession, observations: Sequence[Observation], ex
     knows nothing. A check that raises counts if no value outside of the claim makes it raise."""
     if isinstance(eager.module, Explicit):
         return None
-    watch = _FollowedReads(eager, _find_followed(exported))
+    watch = _FollowedReads(eager, find_followed(exported), structured=find_structured(exported))
     answered = [seen for seen in observations if seen.outputs is not None]
     for number, seen in enumerate(answered):
         watch.run(seen.probe.inputs)
@@ -173,10 +178,10 @@ def find_unfollowed(eager: EagerSession, observations: Sequence[Observation], ex
                 watch.run(inputs)
     unvaried = next((at[0] for at, values in watch.taken.items() if len(values) < 2), None)
     decisive = [at for at in watch.taken if at not in checks]
-    undecided = unvaried or _find_undecided(decisive, _ways(answered), watch.sizes, _find_traced(exported))
+    undecided = unvaried or _find_undecided(decisive, _ways(answered), watch.sizes, find_traced(exported))
     if undecided is not None or not watch.taken:
         return undecided
-    return next(iter(_find_untested(_MarkedReads(eager, watch.known), answered)), None)
+    return next(iter(_find_untested(_MarkedReads(eager, watch.known, structured=watch.structured), answered)), None)
 
 
 def _make_outer(eager: EagerSession, exported: Exported) -> Iterator[Mapping[str, Array]]:
@@ -204,9 +209,15 @@ class _FollowedReads(_ReadWatch):
 
     layers = False  # a layer of torch that takes the sizes of packed records keeps them to itself
 
-    def __init__(self, eager: EagerSession, known: Collection[SourceLine], fixed: FixedInputs | None = None) -> None:
+    def __init__(
+        self,
+        eager: EagerSession,
+        known: Collection[SourceLine],
+        fixed: FixedInputs | None = None,
+        structured: Collection[SourceLine] = (),
+    ) -> None:
         super().__init__(fixed=fixed)
-        self.eager, self.known = eager, known
+        self.eager, self.known, self.structured = eager, known, structured
         self._memory: dict[int, torch.UntypedStorage] = {}
         self.sizes: set[Place] = set()
 
@@ -235,7 +246,7 @@ class _FollowedReads(_ReadWatch):
         )
 
     def note(self, result: Any, *, size: bool = False) -> None:
-        place = _find_place(layers=False)
+        place = _find_place(layers=False, structured=self.structured)
         if place is not None and place[0] not in self.known:
             self.taken.setdefault(place, set()).add(repr(result))
             self.sizes |= {place} if size else set()
@@ -244,8 +255,14 @@ class _FollowedReads(_ReadWatch):
 class _MarkedReads(_FollowedReads):
     """Gives away numbers that note what they decide."""
 
-    def __init__(self, eager: EagerSession, known: Collection[SourceLine], fixed: FixedInputs | None = None) -> None:
-        super().__init__(eager, known, fixed)
+    def __init__(
+        self,
+        eager: EagerSession,
+        known: Collection[SourceLine],
+        fixed: FixedInputs | None = None,
+        structured: Collection[SourceLine] = (),
+    ) -> None:
+        super().__init__(eager, known, fixed, structured)
         self.outcomes = Outcomes()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -254,7 +271,7 @@ class _MarkedReads(_FollowedReads):
         return self.outcomes.mark(result) if given else result
 
     def counts(self, tensor: torch.Tensor) -> bool:
-        place = _find_place(layers=False) if self.follows(tensor) else None
+        place = _find_place(layers=False, structured=self.structured) if self.follows(tensor) else None
         return place is not None and place[0] not in self.known and not code_paths.is_installed(place[0].file)
 
 
@@ -289,54 +306,21 @@ class _Follow(OperatorMode):  # type: ignore[no-untyped-call]
                 self._reads.follow(leaf)
             elif leaf is not None:
                 self._reads.note(leaf)
-        if torch.Tag.dynamic_output_shape in func.tags and not _has_least_length(func, args, kwargs, result):
+        if torch.Tag.dynamic_output_shape in func.tags and not _has_known_size(func, args, kwargs, result):
             self._reads.note([one.shape for one in tree_leaves(result) if isinstance(one, torch.Tensor)], size=True)
         return result
 
 
-def _has_least_length(func: Any, args: Any, kwargs: Any, result: Any) -> bool:
-    """Whether a count of numbers is as long as the code says, which no value decided: programs refuse larger ones."""
+def _has_known_size(func: Any, args: Any, kwargs: Any, result: Any) -> bool:
+    """Whether no value decided the size: an index without a mask; a count of numbers that is as long as the code says,
+    where programs refuse larger ones."""
+    if func is torch.ops.aten.index.Tensor:
+        return all(index is None or index.dtype not in (torch.bool, torch.uint8) for index in args[1])
     least = kwargs.get("minlength", args[2] if len(args) > 2 else 0)
     return func is torch.ops.aten.bincount.default and result.shape[0] == least
 
 
 _OF_SIZES = ("new_", "empty_like", "zeros_like", "ones_like", "full_like", "sym_")
-_FRAME = re.compile(r'File "([^"]+)", line (\d+)')
-
-
-def _graphs_of(exported: Exported) -> list[torch.fx.Graph]:
-    parts = exported.program.graph_module.modules()
-    return [part.graph for part in parts if isinstance(part, torch.fx.GraphModule)]
-
-
-def _find_traced(exported: Exported) -> set[SourceLine]:
-    """The user's innermost lines of operators in the program from which its answer follows."""
-    found = set[SourceLine]()
-    for graph in _graphs_of(exported):
-        waiting: list[torch.fx.Node] = [graph.output_node()]
-        seen = set(waiting)
-        while waiting:
-            node = waiting.pop()
-            frames = _FRAME.findall(node.meta.get("stack_trace") or "")
-            own = [(file, line) for file, line in frames if code_paths.is_users(file)]
-            found |= {SourceLine(file=file, line=int(line)) for file, line in own[-1:]}
-            new = [one for one in node.all_input_nodes if one not in seen]
-            seen.update(new)
-            waiting += new
-    return found
-
-
-def _find_followed(exported: Exported) -> set[SourceLine]:
-    """The user's lines of operators that take numbers, or whose sizes follow from values, in the program."""
-    found = set[SourceLine]()
-    for node in (node for graph in _graphs_of(exported) for node in graph.nodes if node.op == "call_function"):
-        if not {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape} & set(
-            getattr(node.target, "tags", ())
-        ):
-            continue
-        frames = _FRAME.findall(node.meta.get("stack_trace") or "")
-        found |= {SourceLine(file=file, line=int(line)) for file, line in frames}
-    return found
 
 
 def _only_checks(place: SourceLine) -> bool:

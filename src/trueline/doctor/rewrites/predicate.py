@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from trueline.doctor.rewrites.scope import Scope, expression, tensor_of
+from trueline.doctor.rewrites.scope import Scope, expression, tensor_of, value_of
 
 _BOOLEAN = ("any", "all", "isnan", "isinf", "isfinite", "eq", "ne", "gt", "lt", "ge", "le", "bool", "equal", "allclose")
 _NUMERIC = ("number", "tensor")
@@ -43,9 +43,13 @@ def _compare(left: ast.expr, operator: ast.cmpop, right: ast.expr, scope: Scope)
 
 
 def _as_tensor(node: ast.expr, scope: Scope) -> ast.expr:
-    """`node` without `.item()`; sizes and plain numbers become tensors of no dimension."""
+    """`node` without `.item()`; sizes and plain numbers become tensors of no dimension, and so do the numbers that a
+    loop over a list of them gives."""
     plain = without_numbers(node, scope)
-    return plain if scope.depends_on(node) in _NUMERIC else expression(f"torch.full((), {ast.unparse(plain)})")
+    if scope.depends_on(node) not in _NUMERIC:
+        return expression(f"torch.full((), {ast.unparse(plain)})")
+    listed = isinstance(plain, ast.Name) and type(value_of(plain, scope.seen)) in (int, float)
+    return expression(f"torch.as_tensor({ast.unparse(plain)})") if listed else plain
 
 
 def without_numbers(node: ast.AST, scope: Scope) -> Any:

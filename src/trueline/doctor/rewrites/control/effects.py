@@ -32,6 +32,7 @@ from trueline.doctor.rewrites.scope import (
     loaded_names,
     statements,
 )
+from trueline.doctor.rewrites.tensors.masked_part import mask_rank
 
 _REPORTING = ("print", "warn", "debug", "info", "warning", "error", "critical", "exception", "log")
 _REPORTERS = ("warnings", "logging", "logger", "log", "LOG", "LOGGER")
@@ -52,19 +53,17 @@ def leave_out(scope: Scope, spot: Spot) -> Iterator[Candidate | None]:
         words = f"the check {head}` is left out: a program raises nothing, check requests before it"
         yield scope.candidate([statement], left_out, words)
     elif isinstance(statement, ast.If):
-        both = (statement.test.lineno, statement.body[0].lineno)
         if not statement.orelse and isinstance(statement.body[0], ast.Continue):
-            words = f"{head}: continue` is left out: the rest of the step changes nothing there"
-            if _selects_nothing(statement.test):
+            if _selects_nothing(scope, statement.test):
+                words = f"{head}: continue` is left out: the rest of the step changes nothing there"
                 yield scope.candidate([statement], left_out, words)
-            elif both[0] != both[1]:
-                yield scope.candidate([statement], left_out, words, both)
             if spot.rest:
                 test = ast.UnaryOp(op=ast.Not(), operand=statement.test)
                 branch = ast.If(test=test, body=copy.deepcopy(spot.rest), orelse=[])
                 words = f"{head}: continue` is a condition of the rest of the step"
                 yield scope.candidate([statement, *spot.rest], [branch], words)
         elif _drops(scope, statement):
+            both = (statement.test.lineno, statement.body[0].lineno)
             name = ast.unparse(statement.body[0]).partition(" ")[0]
             words = f"{head}: {name} = None` is left out: `{name}` changes nothing there"
             yield scope.candidate([statement], left_out, words, both) if both[0] != both[1] else None
@@ -120,20 +119,28 @@ def _as_tensor_test(test: ast.expr) -> str:
     return ast.unparse(test)
 
 
-def _selects_nothing(test: ast.expr) -> bool:
-    """Whether it asks if there is anything to do: operations on nothing change nothing, at any values."""
+def _selects_nothing(scope: Scope, test: ast.expr) -> bool:
+    """Whether it asks if there is anything to do: operations on nothing change nothing, at any values. Any other step
+    that values skip may change something at values that no probe holds."""
     match test:
         case ast.Compare(left=count, ops=[ast.Eq()], comparators=[ast.Constant(value=0)]):
-            return _counts(count)
+            return _counts(scope, count)
         case ast.UnaryOp(op=ast.Not(), operand=ast.Call(func=ast.Attribute(attr="any"), args=[])):
             return True
         case ast.UnaryOp(op=ast.Not(), operand=ast.Call() as count):
-            return _counts(count)
+            return _counts(scope, count)
     return False
 
 
-def _counts(node: ast.expr) -> bool:
+def _counts(scope: Scope, node: ast.expr) -> bool:
     match node:
+        case (
+            ast.Call(func=ast.Attribute(value=inner, attr="item"), args=[])
+            | ast.Call(func=ast.Name(id="int"), args=[inner])
+        ):
+            return _counts(scope, inner)
+        case ast.Call(func=ast.Attribute(value=mask, attr="sum"), args=[], keywords=[]):
+            return mask_rank(scope, mask) is not None
         case ast.Call(func=ast.Name(id="len") | ast.Attribute(attr="numel" | "nelement" | "size")):
             return True
         case ast.Subscript(value=ast.Attribute(attr="shape")):

@@ -332,9 +332,9 @@ def cut_zips(scope: Scope, spot: Spot) -> Iterator[Candidate | None]:
             case _:
                 continue
         sizes = [f"{name}.shape[{axis}]" for name, axis in rows]
-        least = functools.reduce("torch.sym_min({}, {})".format, sizes)
         if len(rows) < len(given) or "sym_min" in ast.unparse(node) or len(set(sizes)) == 1:
             continue
+        least = functools.reduce("torch.sym_min({}, {})".format, sizes)
         cut = [f"{name}[{':, ' * axis}:{least}]" + (f".unbind({axis})" if axis else "") for name, axis in rows]
         new = swap_nodes(spot.statement, {id(node): expression(f"zip({', '.join(cut)})")})
         yield scope.candidate([spot.statement], [new], f"`{ast.unparse(node)}` ends with the shorter")

@@ -85,7 +85,8 @@ def _mask_after_break(scope: Scope, spot: Spot, loop: ast.For) -> list[ast.stmt]
     if has_effects([one for one in (*whole[: at[0]], *last, *whole[at[0] + 1 :]) if appended_by(one) is None]):
         return None
     later = read_later(spot) | set(loaded_names(loop.body))
-    names = bound_before(spot, scope.function) & later
+    begun = _begin_results(scope, spot, loop) if scope.depends_on(loop.iter) == "static" else []
+    names = (bound_before(spot, scope.function) | {*stored_names(begun)}) & later
     done = scope.fresh("done")
     body = mask_steps(scope, done, names, whole[: at[0]])
     test = f"({ast.unparse(predicate(end.test, scope))})"
@@ -97,7 +98,16 @@ def _mask_after_break(scope: Scope, spot: Spot, loop: ast.For) -> list[ast.stmt]
     body += statements(f"{done} = {done} | {test}")
     body += mask_steps(scope, done, names, whole[at[0] + 1 :])
     new = ast.For(target=loop.target, iter=loop.iter, body=body, orelse=[], lineno=0)
-    return [*statements(f"{done} = torch.zeros((), dtype=torch.bool)"), new]
+    return [*begun, *statements(f"{done} = torch.zeros((), dtype=torch.bool)"), new]
+
+
+def _begin_results(scope: Scope, spot: Spot, loop: ast.For) -> list[ast.stmt]:
+    """Zeros for the tensors that only the steps make and that are read after the loop; the first step replaces them."""
+    after = {*loaded_names(spot.rest), *(name for outer in spot.outer for name in loaded_names(outer.rest))}
+    made = {*stored_names(loop.body)} & after - bound_before(spot, scope.function)
+    held = {name: tensor_of(expression(name), scope) for name in sorted(made)}
+    texts = [f"{name} = torch.zeros((), dtype={one.dtype})" for name, one in held.items() if one is not None]
+    return [one for text in texts for one in statements(text)]
 
 
 def _counted_while(scope: Scope, spot: Spot, loop: ast.For) -> Candidate | None:
