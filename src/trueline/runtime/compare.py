@@ -151,7 +151,7 @@ def split_parts(shape: Sequence[int]) -> list[Part]:
     """Indices of the parts that are compared at once: float64 and its intermediate results would take as much memory as
     a large answer ten times over. The last of several axes stays whole: its largest element is a decision.
 
-    >>> split_parts([2, 3]), split_parts([2, 1, PIECE + 1])
+    >>> split_parts([2, 3]), split_parts([2, PIECE + 1])
     ([(Ellipsis,)], [(slice(0, 1, None), Ellipsis), (slice(1, 2, None), Ellipsis)])
     """
     if not shape or math.prod(shape) <= PIECE:

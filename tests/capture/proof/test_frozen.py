@@ -488,7 +488,7 @@ class AsksBesideALoop(LoopsByAValue):
         return super().forward(x, n)
 
 
-LOOPS = [LoopsInAScan, LoopsByAValue, CutsInAScan, PicksInASquare]
+LOOPS = [LoopsByAValue, CutsInAScan, PicksInASquare, LoopsInAScan]
 
 
 @pytest.mark.parametrize("kind", few(LOOPS, 1, pytest.mark.jobs))
