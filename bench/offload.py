@@ -64,7 +64,7 @@ class Cnn(nn.Module):
 
 
 class Encoder(nn.Module):
-    """Four layers of a transformer; returns a Dirichlet's expected log-probabilities, as evidential networks do."""
+    """Four layers of a transformer; returns the variances of a Dirichlet's log-probabilities."""
 
     def __init__(self, layers: int = 4, width: int = 256) -> None:
         super().__init__()
@@ -74,11 +74,11 @@ class Encoder(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         counts = 1 + nn.functional.softplus(self.head(self.layers(tokens).mean(1)))
-        return torch.digamma(counts) - torch.digamma(counts.sum(1, keepdim=True))
+        return torch.polygamma(1, counts) - torch.polygamma(1, counts.sum(1, keepdim=True))
 
 
 class Tabular(nn.Module):
-    """A deep network over counts, whose log-factorials are features too."""
+    """A deep network over counts, whose probabilities under a Poisson of rate one are features too."""
 
     def __init__(self, width: int = 512, layers: int = 6) -> None:
         super().__init__()
@@ -88,8 +88,9 @@ class Tabular(nn.Module):
         self.last = nn.Linear(width + 64, 1)
 
     def forward(self, features: Tensor) -> Tensor:
-        factorials = torch.lgamma(1 + features.abs())
-        found: Tensor = self.last(torch.cat([self.layers(self.first(features)), factorials], 1))
+        counts = 1 + features.abs()
+        rare = torch.special.gammainc(counts, torch.ones_like(counts))
+        found: Tensor = self.last(torch.cat([self.layers(self.first(features)), rare], 1))
         return found
 
 

@@ -491,7 +491,8 @@ class AsksBesideALoop(LoopsByAValue):
 LOOPS = [LoopsByAValue, CutsInAScan, PicksInASquare, LoopsInAScan]
 
 
-@pytest.mark.parametrize("kind", few(LOOPS, 1, pytest.mark.jobs))
+@pytest.mark.jobs
+@pytest.mark.parametrize("kind", LOOPS)
 def test_what_torchs_own_loops_decide_is_in_the_program_and_is_no_reason_to_refuse(
     kind: type[nn.Module], tmp_path: Path
 ) -> None:
