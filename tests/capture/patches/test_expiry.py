@@ -390,6 +390,13 @@ def rounds_numbers_beside_doubles() -> bool:
     return bool(found.max() != 0.1)
 
 
+@shows("onnx/dtypes/half_numbers")
+def rounds_numbers_beside_halves() -> bool:
+    x = torch.full((3, 5), 100.0)
+    (found,) = answers(export(Of(lambda x: (x.half() * 3.3).float()), x, free=()), x)
+    return bool(found.max() != 330)
+
+
 @shows("onnx/dtypes/fusions")
 def joins_a_factor_of_doubles_to_a_product_in_single_precision() -> bool:
     """Of ONNX Runtime: the program has the factor in double."""

@@ -38,7 +38,7 @@ from trueline.capture.onnx import (
     torchlib_cache,
     weight_parts,
 )
-from trueline.capture.onnx.dtypes import casts, complex_numbers, exact_numbers, fusions
+from trueline.capture.onnx.dtypes import casts, complex_numbers, exact_numbers, fusions, half_numbers
 from trueline.capture.onnx.numerics import EXACT_TAILS
 from trueline.capture.onnx.translations import TRANSLATIONS
 from trueline.capture.opsets import FORMAT_VERSIONS
@@ -216,6 +216,7 @@ def _export(
         decomposition_cache.cache_operators(),
         optimizer_rules.keep_answers(),
         exact_numbers.keep_exact(),
+        half_numbers.keep_numbers(),
     ):
         return torch.onnx.export(
             program,

@@ -264,13 +264,14 @@ def _promote(translate: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _power(self: Any, exponent: Any) -> Any:
-    """ONNX returns the dtype of the base, and torch that of the one with dimensions, beside one without any."""
+    """ONNX returns the dtype of the base, and torch the wider one, or that of the other beside one without axes."""
     pair = (self, exponent)
     scalars = [one.shape is not None and not len(one.shape) for one in pair]
     kinds = [one.dtype for one in pair]
     floats = None not in kinds and all(kind.is_floating_point() for kind in kinds)
-    if floats and kinds[0] != kinds[1] and scalars[0] != scalars[1]:
-        self, exponent = (op.Cast(one, to=kinds[scalars[0]].value) for one in pair)
+    if floats and kinds[0] != kinds[1]:
+        kind = kinds[scalars[0]] if scalars[0] != scalars[1] else max(kinds, key=lambda one: one.itemsize)
+        self, exponent = (op.Cast(one, to=kind.value) for one in pair)
     return core.aten_pow(self, exponent)
 
 

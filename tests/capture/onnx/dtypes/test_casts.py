@@ -1,4 +1,5 @@
-"""A rounding that the model makes is made in ONNX, too: to half precision, and by each of several casts in a row."""
+"""A rounding that the model makes is made in ONNX, too, and no other: to half precision, of numbers beside tensors, and
+by each of several casts in a row."""
 
 from __future__ import annotations
 
@@ -30,6 +31,11 @@ def used_twice(x: Tensor) -> Tensor:
     return half.float() + half.exp().float()
 
 
+def write_products(x: Tensor) -> Tensor:
+    x[:, 1:] *= 3.3
+    return x.div_(0.7)
+
+
 ROUNDED: dict[str, Callable[[Tensor], Tensor]] = {
     "sum_of_halves": lambda x: (x.half() + 1).float() - 1,
     "sum_of_bfloats": lambda x: (x.bfloat16() + 1).float() - 1,
@@ -52,6 +58,27 @@ ROUNDED: dict[str, Callable[[Tensor], Tensor]] = {
     "wrapped": lambda x: (x * 1e9).long().int(),
     "wrapped_to_few_bits": lambda x: (x.double() * 1e9).long().to(torch.int16),
     "rounded_then_cut": lambda x: (x * 1e9).long().double().float().long(),
+    "product_with_a_number": lambda x: (x.bfloat16() * 3.3 - 0.7 * x.bfloat16()).cumsum(1).float(),
+    "product_of_halves_with_a_number": lambda x: (x.half() * 3.3 + 70000 * x.half().clamp(-0.1, 0.1)).float(),
+    "product_in_place": lambda x: write_products(x.bfloat16()).float(),
+    "quotient_by_a_number": lambda x: (x.bfloat16() / 3.3 + x.bfloat16() // 0.7).float(),
+    "quotient_by_a_size": lambda x: (x.bfloat16().sum(1) / (x.shape[1] * 257) * (x.shape[1] * 0.37)).float(),
+    "product_with_one_element": lambda x: (x.bfloat16() * x[0, 0] / torch.tensor([3001])).float(),
+    "product_of_one_element": lambda x: (x[0, 0] * x.bfloat16()).float(),
+    "sum_with_a_number": lambda x: ((x.bfloat16() + 0.1) - (3.3 - x.bfloat16())).float(),
+    "sum_with_one_element": lambda x: (x.half() - x[0, 0]).float(),
+    "power_and_rest": lambda x: (
+        x.bfloat16().abs() ** 1.7 + x.bfloat16() % 0.7 + torch.fmod(x.bfloat16(), 0.3)
+    ).float(),
+    "compared_with_a_number": lambda x: (x.bfloat16() > 0.1) & (x.half() <= 0.7),
+    "weighted": lambda x: torch.lerp(x.bfloat16(), x.bfloat16().flip(0), 0.3).float(),
+    "product_added": lambda x: torch.addcmul(x.half(), x.half(), x.half().flip(0), value=0.1).float(),
+    "quotient_added": lambda x: torch.addcdiv(x.half(), x.half(), x.half().abs() + 1, value=0.1).float(),
+    "soft_with_a_number": lambda x: F.softplus(x.half(), 3.3, 1.1).float(),
+    "scaled_by_a_power": lambda x: torch.ldexp(x.half(), torch.tensor(0.3)).float(),
+    "scaled_batch": lambda x: (
+        torch.baddbmm(x[None].half(), x[None, :, :1].half(), x[None, :1].half(), beta=1.1, alpha=3.3).squeeze(0).float()
+    ),
     "a_branch": lambda x: torch.cond(
         x.sum() > 0, lambda x: (x.half() * 3).float(), lambda x: (x.half() / 3).float(), (x,)
     ),
