@@ -105,13 +105,13 @@ def drop_more(run, step):
 
 
 def cool_late(run, count):
-    """After more batches than all trials before have."""
-    if count % 120 == 0 < count:
+    """After many more batches than all trials before have, however fast they are."""
+    if count % 1000 == 0 < count:
         run.warmth *= 0.5
 
 
 def strengthen_late(run, count):
-    if count % 120 == 0 < count:
+    if count % 1000 == 0 < count:
         run.data.strength += 0.1
 
 
@@ -148,11 +148,11 @@ def test_what_a_loop_changes_in_few_steps_and_uses_in_others_is_refused_before_t
 @pytest.mark.parametrize(
     ("counts", "why"),
     few([
-        ("an attribute", r"where the loop's self\.count is 119 the loop changes something that later batches use"),
-        ("enumerate", r"where the number of enumerate\(\.\.\.\) is 120 the loop changes"),
-        ("an iterator", r"where the loop's clock is 120 the loop changes"),
-        ("a float", r"where the loop's self\.sum is 119 the loop changes"),
-        ("an array", r"where the loop's self\.numbers is 119 the loop changes"),
+        ("an attribute", r"where the loop's self\.count is 999 the loop changes something that later batches use"),
+        ("enumerate", r"where the number of enumerate\(\.\.\.\) is 1000 the loop changes"),
+        ("an iterator", r"where the loop's clock is 1000 the loop changes"),
+        ("a float", r"where the loop's self\.sum is 999 the loop changes"),
+        ("an array", r"where the loop's self\.numbers is 999 the loop changes"),
     ], 1, pytest.mark.jobs),
     ids=["an attribute", "enumerate", "an iterator", "a float", "an array"],
 )  # fmt: skip
@@ -160,7 +160,7 @@ def test_what_a_loop_changes_in_few_steps_and_uses_in_others_is_refused_before_t
 def test_what_a_loop_changes_by_a_count_of_its_own_is_refused_too(counts, why, change):
     run = Run()
     with pytest.raises(UsageError, match=why):
-        run.train(change, after=False, counts=counts, epochs=40)
+        run.train(change, after=False, counts=counts, epochs=410)
 
 
 def test_a_loop_that_counts_and_keeps_the_best_weights_trains():
