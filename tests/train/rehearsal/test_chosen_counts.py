@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 
 import pytest
 import torch
@@ -94,6 +95,27 @@ def cool_once_small(room, value):
         room["scale"] = 0.1
 
 
+def cool_at_infinity(room, value):
+    if not torch.isfinite(value):
+        room["scale"] *= 0.5
+
+
+def cool_at_one_infinity(room, value):
+    """As code that asks it of many numbers."""
+    if torch.isnan(value.expand(3)).any():
+        room["scale"] *= 0.5
+
+
+def note_infinity(room, value):
+    if not math.isfinite(value.item()):
+        room["log"].append("infinite")
+
+
+def end_at_infinity(room, value):
+    if value.isnan():
+        raise FloatingPointError("the loss is not a number")
+
+
 def note_each_tenth(room, count):
     if count % 10 == 0:
         room["log"].append(count)
@@ -118,6 +140,8 @@ CHANGING = {
     "after 1700 records": (make_loss(cool_late, "records"), Net, r"where .*records.* is 1[67]\d\d"),
     "each 200th number of an iterator": (make_loss(cool_each_200th, "clock"), Net, r"clock"),
     "once its loss is small": (make_loss(cool_once_small, "value"), Net, "a number that its code looks at is 0 times"),
+    "after a loss that is not finite": (make_loss(cool_at_infinity, "value"), Net, "looks at is not finite"),
+    "after losses of which one is not": (make_loss(cool_at_one_infinity, "value"), Net, "looks at is not finite"),
     "each 150th call of its model": (plain, Counting, r"the model's calls is 149"),
     "where a buffer has counted to 24": (plain, CountingInBuffer, r"the model's buffer 'seen' is 23"),
 }
@@ -133,8 +157,14 @@ def test_what_a_recipe_changes_in_few_batches_and_later_ones_use_is_refused(name
 
 @pytest.mark.parametrize(
     ("loss", "make"),
-    [(make_loss(note_each_tenth), Net), (make_loss(note_best, "value"), Net), (plain, Cooled)],
-    ids=["a log", "the best loss", "a schedule by a buffer"],
+    [
+        (make_loss(note_each_tenth), Net),
+        (make_loss(note_best, "value"), Net),
+        (make_loss(note_infinity, "value"), Net),
+        (make_loss(end_at_infinity, "value"), Net),
+        (plain, Cooled),
+    ],
+    ids=["a log", "the best loss", "infinite losses", "an end where one is", "a schedule by a buffer"],
 )
 def test_what_a_recipe_notes_in_few_batches_and_no_loss_uses_trains(loss, make):
     assert try_recipe(loss, make).reduction == "mean"

@@ -4,18 +4,24 @@ later has not seen those steps. What the loop computes from the step in each bat
 from __future__ import annotations
 
 import copy
+import functools
 import itertools
+import os
 import subprocess
 import sys
+import threading
 
 import numpy as np
 import pytest
 import torch
+import tqdm
 from torch import nn
 from torch.utils.data import Dataset
 
 from trueline.errors import UsageError
 from trueline.train.elastic import Elastic
+from trueline.train.rehearsal import fork
+from trueline.train.rehearsal.steps import chosen_steps
 from trueline.train.rehearsal.steps.traced_step import StepNotes
 from worlds.cases import few
 
@@ -49,10 +55,10 @@ class Run:
         self.data, self.warmth, self.epoch, self.history = Scaled(), 1.0, 0, []
         self.total = 0
 
-    def train(self, change, *, after=True, counts="the step", epochs=EPOCHS):
+    def train(self, change, *, after=True, counts="the step", epochs=EPOCHS, through=iter):
         self.job = job = Elastic(self.model, self.optimizer, self.data, global_batch=BATCH, epochs=epochs)
         clock, self.count, self.sum, self.numbers = itertools.count(1), 0, 0.0, np.zeros(1, np.int64)
-        for number, batch in enumerate(job):
+        for number, batch in enumerate(through(job)):
             self.count += 1
             self.numbers += 1
             self.sum += 1.0
@@ -163,6 +169,95 @@ def test_what_a_loop_changes_by_a_count_of_its_own_is_refused_too(counts, why, c
         run.train(change, after=False, counts=counts, epochs=410)
 
 
+def cool_between(run, job):
+    """Passes batches on; before each 1000th one it changes the run."""
+    count = 0
+    for batch in job:
+        count = count + 1
+        if count % 1000 == 0:
+            run.warmth *= 0.5
+        yield batch
+
+
+class Batches:
+    def __init__(self, job):
+        self.job, self.count = iter(job), 0
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        self.count += 1
+        return next(self.job)
+
+
+@pytest.mark.parametrize("through", [tqdm.tqdm, Batches], ids=["tqdm", "an iterator of the user's"])
+def test_a_loop_that_gets_its_batches_through_something_else_is_tried_as_any(through):
+    run = Run()
+    with pytest.raises(UsageError, match=r"where the loop's self\.count is 999 .* \(the loop's self\.warmth\)"):
+        run.train(cool_late, after=False, counts="an attribute", epochs=410, through=through)
+    with pytest.raises(UsageError, match="where the number of enumerate"):
+        run.train(cool_late, after=False, counts="enumerate", epochs=410, through=through)
+
+
+def test_what_a_generator_that_passes_batches_on_counts_is_tried_too():
+    run = Run()
+    with pytest.raises(UsageError, match="where cool_between's count is 999"):
+        run.train(lambda run, step: None, epochs=410, through=functools.partial(cool_between, run))
+
+
+@pytest.mark.parametrize("counts", ["the step", "an attribute"])
+def test_a_table_of_late_steps_is_tried_at_its_keys(counts):
+    run = Run()
+    run.drops = {1200: 0.5, 1900: 0.5}
+
+    def cool(run, count):
+        run.warmth *= run.drops.get(count, 1.0)
+
+    with pytest.raises(UsageError, match=r"(in step 1200|self\.count is 1199) the loop changes"):
+        run.train(cool, after=False, counts=counts, epochs=410)
+
+
+def test_a_trial_that_hangs_on_a_lock_which_a_thread_held_is_made_once_more(monkeypatch):
+    """The loop takes a lock that was held when the fork for the steps that its code names began."""
+    run, lock, hung = Run(), threading.Lock(), []
+    serve = fork._serve
+
+    def watch(line, pid, trial, **given):
+        try:
+            return serve(line, pid, trial, **given)
+        except TimeoutError:
+            hung.append(type(trial).__name__)
+            if lock.locked():
+                lock.release()
+            raise
+
+    def cool(run, step):
+        with lock:
+            cool_once(run, step)
+
+    def hold(words):
+        if words == fork._WORDS[chosen_steps.ChosenStepsTrial]:
+            lock.acquire()
+
+    monkeypatch.setattr(fork, "note_trial", hold)
+    monkeypatch.setattr(fork, "_serve", watch)
+    monkeypatch.setattr(fork, "HUNG_S", 0.5)
+    with pytest.raises(UsageError, match="in step 17"):
+        run.train(cool, after=False)
+    assert hung == ["ChosenStepsTrial"]
+
+
+def test_a_trial_that_has_no_time_left_says_at_which_step(monkeypatch):
+    told = []
+    monkeypatch.setattr(chosen_steps, "MOST_S", 0.0)
+    monkeypatch.setattr(fork.events, "emit", lambda name, **fields: told.append((name, fields.get("why", ""))))
+    Run().train(cool_once, after=False)
+    assert [why for name, why in told if name == "loop.untried"] == [
+        "what it does at steps that it compares its own with: no time was left in step 17"
+    ]
+
+
 def test_a_loop_that_counts_and_keeps_the_best_weights_trains():
     """The copies change while other counts and losses are tried."""
     run = Run()
@@ -189,6 +284,28 @@ def test_what_a_loop_decides_for_later_batches_by_a_loss_is_refused(after):
         run.train(decide, after=after, counts="the loss")
     run.train(lambda run, loss: run.history.append(loss.item()), after=after, counts="the loss")
     assert run.total <= len(run.history)
+
+
+def test_what_a_loop_changes_where_a_number_is_not_finite_is_refused_and_one_that_ends_there_trains(tmp_path):
+    run = Run()
+
+    def cool(run, loss):
+        if torch.isinf(loss) or torch.isnan(loss):
+            run.warmth *= 2.0
+
+    def end(run, loss):
+        if not torch.isfinite(loss):
+            raise FloatingPointError
+
+    with pytest.raises(UsageError, match=r"looks at is not finite the loop changes .*\(the loop's self\.warmth\)"):
+        run.train(cool, after=False, counts="the loss")
+    handled = tmp_path / "handled"
+    try:
+        run.train(end, after=False, counts="the loss")
+    except FloatingPointError:  # a fork has no code after the loop
+        os.close(os.open(handled, os.O_CREAT))
+    assert run.total == EPOCHS * RECORDS // BATCH
+    assert not handled.exists()
 
 
 def set_by_the_step(run, step):

@@ -7,8 +7,8 @@ loop. Its parent reads the records, since open files share their offsets, and th
                       ◀── two that are "applied"     ──traits────▶
                                                      ──a fault───▶  settles the traits, begins with step 0
 
-Where a fork cannot compute (a model on a device, rows on servers), ends without traits, or hangs on a lock that it has
-of no one, the loop itself gets the batches, with `batch.trial` true.
+A fork that hangs on a lock which a thread of the parent held is followed by one more. Where a fork cannot compute (a
+model on a device, rows on servers), or gives no traits, the loop itself gets the batches, with `batch.trial` true.
 """
 
 from __future__ import annotations
@@ -53,11 +53,13 @@ from trueline.train.step.validation import Validation
 
 ANSWER = -1
 """In place of a request's number: the message has the traits."""
-HUNG_S, LOOK_S = 5.0, 0.5
-"""How long a fork may wait without using processor time, outside of reading, and how often that is looked at."""
+HUNG_S, LOOK_S, FORKS = 5.0, 0.5, 2
+"""How long a fork may wait without using processor time, outside of reading; when to look; forks where one hangs."""
 AFTER_S = 10.0
 """Processor time for what the loop does after a step: it may evaluate."""
-_here = {"forked": False}
+_here = {"forked": False, "hangs": False}
+"""Whether this process is a fork, and whether all forks of a trial have hung: no more of them follow then."""
+CHOSEN = ChosenCountsTrial, ChosenStepsTrial
 _WORDS = {
     ChosenCountsTrial: "where it counts to numbers that its code names",
     ChosenStepsTrial: "at steps that its code names",
@@ -113,7 +115,9 @@ def try_loop(trial: LossTrial, shown: ModelTraits, optimizer_step: OptimizerStep
         yield from trial.batches()
     else:
         trial.accept(found)
-        yield from _try_chosen_steps(ChosenStepsTrial(trial, optimizer_step.settings))
+        yield from try_again(steps := ChosenStepsTrial(trial, optimizer_step.settings), None)
+        if steps.untried:
+            events.emit("loop.untried", why=f"what it does at steps that it compares its own with: {steps.untried}")
         if wants_double(trial.inputs, trial.traits):
             yield from try_again(DoubleTrial(trial), optimizer_step.settings)
         if wants_numbers(trial.traits):
@@ -126,12 +130,6 @@ def try_loop(trial: LossTrial, shown: ModelTraits, optimizer_step: OptimizerStep
     records.expect_same_records(trial.traits.records, sums)
     if wants_comparing(mine, trial.traits.reads):
         yield from _compare(trial, optimizer_step.settings)
-
-
-def _try_chosen_steps(trial: ChosenStepsTrial) -> Generator[StepBatch, None, None]:
-    yield from try_again(trial, None)
-    if not trial.done:
-        events.emit("loop.untried", why="what it does at steps that it compares its own with gave no answer")
 
 
 def _leave_for_others(trial: LossTrial) -> None:
@@ -180,21 +178,30 @@ def _in_fork(
 ) -> Generator[StepBatch, None, dict[str, Any] | TruelineError | None]:
     if type(trial) in _WORDS and not (isinstance(trial, LossTrial) and trial.inputs.chosen is not None):
         note_trial(_WORDS[type(trial)])
-    mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    parent = os.getpid()
-    if not (pid := _fork()):
-        mine.close()
-        yield from _rehearse(theirs, trial, settings, parent)
-    theirs.close()
-    try:
-        with mine:
-            found = _serve(mine, pid, trial)
-    finally:
-        os.kill(pid, signal.SIGKILL)
-        os.waitpid(pid, 0)
+    found, parent = None, os.getpid()
+    for left in _count_forks():
+        mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        if not (pid := _fork()):
+            mine.close()
+            yield from _rehearse(theirs, trial, settings, parent)
+        theirs.close()
+        try:
+            with mine:
+                found = _serve(mine, pid, trial, again=left > 0)
+            break
+        except TimeoutError:
+            _here["hangs"] = not left
+        finally:
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
     if found is None and trial.inputs.chosen is None:
         events.emit("loss.tried_in_place", why="the fork that tried the loop gave no answer")
     return found
+
+
+def _count_forks() -> range:
+    """How many more there are after each, if it hangs."""
+    return range(0 if _here["hangs"] else FORKS - 1, -1, -1)
 
 
 def _rehearse(
@@ -208,6 +215,7 @@ def _rehearse(
         if isinstance(trial, LossTrial) and first:
             _leave_for_others(trial)
         _begin_fork(parent)
+        places.end_with_loop()
         trial.inputs = replace(trial.inputs, reader=ReaderClient(line))
         try:
             yield from trial.batches() if after is None else after.expect_one_rule(trial.batches())
@@ -215,19 +223,29 @@ def _rehearse(
         except (UsageError, RecipeError) as error:
             found = _encode(error)
         send(line, ANSWER, 0, json.dumps(found).encode())
-        if "code" not in found and after is not None:
+        if "code" not in found and (after is not None or isinstance(trial, CHOSEN)):
             applied.spare_files()
             try:
-                for batch in after.batches():
-                    if after.fault is not None:  # before code of the loop raises for what comes next
-                        break
-                    yield batch
-                fault = after.fault
+                yield from _take_further(after or trial)
+                found = {} if after is None or after.fault is None else _encode(after.fault)
             except UsageError as error:
-                fault = error
-            send(line, ANSWER, 0, json.dumps({} if fault is None else _encode(fault)).encode())
+                found = _encode(error)
+            except Exception as error:  # noqa: BLE001  Trueline's own: those of the loop do not pass through here
+                found = {"untried": f"{type(error).__name__}: {error}"}
+            send(line, ANSWER, 0, json.dumps(found).encode())
     finally:
         os._exit(0)
+
+
+def _take_further(trial: Any) -> Generator[StepBatch, None, None]:
+    """Batches after the answer, up to the first fault: code of the loop may raise for what comes next."""
+    if not isinstance(trial, applied.AppliedTrial):
+        yield from trial.further()
+        return
+    for batch in trial.batches():
+        if trial.fault is not None:
+            return
+        yield batch
 
 
 def _begin_fork(parent: int) -> None:
@@ -248,10 +266,7 @@ def expect_same_after_join(make: Callable[[], OptimizerStep], model: torch.nn.Mo
     found = _ask_fork(functools.partial(_try_join, make, total_steps)) if can_fork(model) else None
     if found is None:
         found = _try_join(make, total_steps)
-    if "code" in found:
-        raise _make_error(found)
-    if found["untried"]:
-        events.emit("optimizer.untried", why=found["untried"])
+    _report(found, "optimizer.untried")
 
 
 def expect_sums(validation: Validation, model: torch.nn.Module) -> None:
@@ -265,11 +280,14 @@ def expect_sums(validation: Validation, model: torch.nn.Module) -> None:
             return _encode(error)
 
     found = _ask_fork(ask) if can_fork(model) else ask()
-    found = {"untried": "it took too long"} if found is None else found
+    _report({"untried": "it took too long"} if found is None else found, "evaluation.untried")
+
+
+def _report(found: dict[str, str], event: str) -> None:
     if "code" in found:
         raise _make_error(found)
     if found["untried"]:
-        events.emit("evaluation.untried", why=found["untried"])
+        events.emit(event, why=found["untried"])
 
 
 def _try_join(make: Callable[[], OptimizerStep], total_steps: int) -> dict[str, str]:
@@ -281,29 +299,32 @@ def _try_join(make: Callable[[], OptimizerStep], total_steps: int) -> dict[str, 
 
 def _ask_fork(ask: Callable[[], dict[str, str]]) -> dict[str, str] | None:
     """What `ask` returns in a fork whose files are its own; None if the fork ends or hangs without an answer."""
-    mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     parent = os.getpid()
-    if not (pid := _fork()):
+    for left in _count_forks():
+        mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        if not (pid := _fork()):
+            try:
+                mine.close()
+                _begin_fork(parent)
+                with private_files.keep_apart():
+                    found = ask()
+                send(theirs, ANSWER, 0, json.dumps(found).encode())
+            finally:
+                os._exit(0)
+        theirs.close()
         try:
-            mine.close()
-            _begin_fork(parent)
-            with private_files.keep_apart():
-                found = ask()
-            send(theirs, ANSWER, 0, json.dumps(found).encode())
+            with mine:
+                return _receive_answer(mine, pid, None, most_s=AFTER_S)
+        except TimeoutError:
+            _here["hangs"] = not left
         finally:
-            os._exit(0)
-    theirs.close()
-    try:
-        with mine:
-            return _receive_answer(mine, pid, None, most_s=AFTER_S)
-    finally:
-        os.kill(pid, signal.SIGKILL)
-        os.waitpid(pid, 0)
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+    return None
 
 
 def _fork() -> int:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # Python warns of threads that may hold locks
+    with warnings.catch_warnings(action="ignore", category=DeprecationWarning):  # of threads that may hold locks
         return os.fork()
 
 
@@ -311,19 +332,27 @@ def _encode(error: TruelineError) -> dict[str, str]:
     return {"code": error.code, "message": error.message, "hint": error.hint}
 
 
-def _serve(line: socket.socket, pid: int, trial: ForkedTrial) -> dict[str, Any] | TruelineError | None:
-    """Reads for the fork `pid` until it has its answers; None if it ends or hangs without the first one."""
-    most_s = AFTER_S if isinstance(trial, ChosenCountsTrial | ChosenStepsTrial) else math.inf
+def _serve(line: socket.socket, pid: int, trial: ForkedTrial, *, again: bool) -> dict[str, Any] | TruelineError | None:
+    """Reads for the fork `pid` until it has its answers; None if it ends without the first one. Raises TimeoutError if
+    it hangs, except after the first answer if no other fork follows (`again`)."""
+    most_s = AFTER_S if isinstance(trial, CHOSEN) else math.inf
     first = _receive_answer(line, pid, trial.inputs, most_s=most_s)
     if first is None or "code" in first:
         return None if first is None else _make_error(first)
-    if trial.inputs.chosen is not None:
+    if trial.inputs.chosen is not None and not isinstance(trial, CHOSEN):
         return first
     note_trial("with what follows after a step")
-    second = _receive_answer(line, pid, trial.inputs, most_s=AFTER_S)
-    if second is None:
-        events.emit("loop.untried", why="what it does after a step gave no answer")
-    return _make_error(second) if second else first
+    try:
+        second = _receive_answer(line, pid, trial.inputs, most_s=AFTER_S)
+    except TimeoutError:
+        if again:
+            raise
+        second = None
+    if second is None and not isinstance(trial, CHOSEN):  # code may raise where a number is not finite
+        second = {"untried": "no answer"}
+    if second and "untried" in second:
+        events.emit("loop.untried", why=f"what it does after a step: {second['untried']}")
+    return _make_error(second) if second and "code" in second else first
 
 
 def _make_error(found: dict[str, Any]) -> TruelineError:
@@ -333,11 +362,14 @@ def _make_error(found: dict[str, Any]) -> TruelineError:
 def _receive_answer(
     line: socket.socket, pid: int, inputs: TrialInputs | None, *, most_s: float = math.inf
 ) -> dict[str, Any] | None:
-    """`inputs`: what the fork reads, if it reads; `most_s`: of processor time."""
+    """`inputs`: what the fork reads, if it reads; `most_s`: of processor time, after which there is no answer. Raises
+    TimeoutError if the fork hangs."""
     line.settimeout(LOOK_S)
     began = used = _used_s(pid)
     idle = 0.0
-    while idle < HUNG_S and used < began + most_s:
+    while used < began + most_s:
+        if idle >= HUNG_S:
+            raise TimeoutError
         try:
             head, memory = receive(line)
         except TimeoutError:

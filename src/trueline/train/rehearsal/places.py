@@ -76,7 +76,8 @@ def is_number(value: Any) -> bool:
 
 def is_iterator(value: Any) -> bool:
     """Whether it is a generator, a cycle or the like: the next batch gets the next item."""
-    return type(value).__module__ in ("builtins", "itertools") and hasattr(value, "__next__")
+    known = type(value).__module__ in ("builtins", "itertools") and not isinstance(value, type)
+    return known and hasattr(value, "__next__")
 
 
 def is_generator(value: Any) -> bool:
@@ -209,8 +210,7 @@ class FrameLocals(dict[str, Any]):
 def list_enumerates() -> list[KeptPlace]:
     """The numbers that `enumerate` gives to the batches of the user's loop, and which no name of it can change. To be
     called in a process that ends with its trial: objects of the interpreter are written to."""
-    frame = _find_caller()
-    if frame is None or "enumerate" not in frame.f_code.co_names:
+    if not any("enumerate" in frame.f_code.co_names for frame in list_loops()):
         return []
     found = []
     for one in gc.get_objects():
@@ -228,24 +228,51 @@ def _put_number(_: Any, number: ctypes.c_ssize_t, value: int) -> None:
     number.value = value
 
 
-def _find_caller() -> FrameType | None:
-    """The first frame that is not Trueline's."""
+def list_loops() -> list[FrameType]:
+    """The frames of the user's loop: up to the first that is no generator, which passes batches on, and without
+    generators of libraries (`tqdm(job)`)."""
     frame: FrameType | None = sys._getframe()
     while frame is not None and str(frame.f_globals.get("__name__", "")).startswith("trueline."):
         frame = frame.f_back
-    return frame
+    found = list[FrameType]()
+    while frame is not None and _passes_on(frame):
+        found += () if _is_installed(frame) else (frame,)
+        frame = frame.f_back
+    return found if frame is None or (found and _is_installed(frame)) else [*found, frame]
+
+
+def end_with_loop() -> None:
+    """Ends this process, a fork, where the function with the user's loop ends or raises: what would handle that error
+    runs where the loop has it, and not here."""
+
+    def watch(_: FrameType, event: str, __: Any) -> Any:
+        return os._exit(0) if event == "return" else watch
+
+    for frame in list_loops()[-1:]:
+        frame.f_trace, frame.f_trace_lines = watch, False
+        sys.settrace(lambda *_: None)
+
+
+def _passes_on(frame: FrameType) -> bool:
+    return bool(frame.f_code.co_flags & inspect.CO_GENERATOR) or frame.f_code.co_name == "__next__"
+
+
+def _is_installed(frame: FrameType) -> bool:
+    return any(part in frame.f_code.co_filename for part in _INSTALLED)
 
 
 def list_caller_spaces() -> list[tuple[str, Any]]:
-    """The namespaces of the first frame that is not Trueline's: of the user's loop."""
-    frame = _find_caller()
-    if frame is None:
-        return []
-    spaces: list[tuple[str, Any]] = [("the loop's ", frame.f_globals)]
-    return spaces if frame.f_locals is frame.f_globals else [("the loop's ", FrameLocals(frame)), *spaces]
+    """The namespaces of the user's loop, and of what passes batches on to it."""
+    found = list_loops()
+    frames = [(f"{frame.f_code.co_name}'s ", frame) for frame in found[:-1]]
+    frames += [("the loop's ", frame) for frame in found[-1:]]
+    spaces: list[tuple[str, Any]] = [
+        (name, FrameLocals(frame)) for name, frame in frames if frame.f_locals is not frame.f_globals
+    ]
+    files = {id(frame.f_globals): (name, frame.f_globals) for name, frame in frames}
+    return [*spaces, *files.values()]
 
 
 def list_caller_code() -> list[tuple[str, Any]]:
     """The code of the user's loop, then the namespaces with what it calls."""
-    frame = _find_caller()
-    return [] if frame is None else [("", frame.f_code), *list_caller_spaces()]
+    return [*(("", frame.f_code) for frame in list_loops()), *list_caller_spaces()]

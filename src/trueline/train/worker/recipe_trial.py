@@ -112,13 +112,13 @@ class RecipeTrial:
         if wants_extremes(tried.inputs, found):
             trials.append(ExtremesTrial(tried, found.reduction))
         counts = ChosenCountsTrial(tried, self._list_spaces)
-        if self._counts or found.numbers:
+        if self._counts:
             trials.append(counts)
         for one in trials if fork.can_fork(self._model) else ():
             with contextlib.closing(fork.try_again(one, None)) as batches:
                 all(self._take(tried, batch) for batch in batches)
-        if counts in trials and not counts.done:
-            events.emit("loss.untried", why="what it does where it counts to other numbers gave no answer")
+        if counts in trials and counts.untried:
+            events.emit("loss.untried", why=f"what it does where it counts to other numbers: {counts.untried}")
 
     def _try_forward(self) -> ModelTraits:
         source, batch = self._source, self._settings.global_batch
@@ -160,7 +160,7 @@ class RecipeTrial:
                 if number < 2:  # of the same records
                     ids = batch.records
                     memory.look()
-        self._counts = bool(list_counts(memory) or list_singles(self._model))
+        self._counts = bool(list_counts(memory) or list_singles(self._model) or any(tried.glances))
         with seeding.preserve_generators():
             memory.expect_unused(lambda: self._show_loss(tried, ids))
         return True

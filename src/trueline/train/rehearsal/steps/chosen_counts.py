@@ -10,6 +10,7 @@ batch with such a number the first records have to show what they showed before.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Generator, Iterable
 from contextlib import nullcontext
@@ -42,7 +43,7 @@ Batches = Generator[StepBatch, None, None]
 
 
 class ChosenCountsTrial:
-    """`batches()` are for a recipe's loss, in a fork, whose losses `tried` takes; `done`: it gave an answer."""
+    """`batches()` are for a recipe's loss, in a fork, whose losses `tried` takes."""
 
     def __init__(self, tried: LossTrial, spaces: Callable[[], Iterable[tuple[str, Any]]]) -> None:
         self.inputs = replace(tried.inputs, chosen=applied.list_first(tried.inputs))
@@ -54,43 +55,51 @@ class ChosenCountsTrial:
         self._counted: dict[str, float] = {}
         """The single numbers among the model's buffers after a batch."""
         self._until = 0.0
-        self.done = False
+        self.untried = "it gave no answer"
+        """Why something of it was not tried, if anything."""
+        self._untried = ""
 
     def answer(self) -> dict[str, Any]:
-        """Nothing: a fault is raised."""
-        return {}
+        """A fault is raised."""
+        return {"untried": self._untried}
 
     def accept(self, answer: dict[str, Any]) -> None:
-        self.done = not answer
+        self.untried = answer["untried"]
 
     def batches(self) -> Batches:
         """Raises UsageError for the first number after which other batches have another loss."""
         self._until, self._tried.after = time.process_time() + MOST_S, self._take_loss
         applied.spare_files()
         spare_programs()
-        eager = torch.compiler.set_stance("force_eager") if dynamo.is_loaded() else nullcontext()
         before = self._read_singles()
-        with eager, self._numbers:
-            for _ in range(2):
-                yield from self._take()
-                self._memory.look()
-            counters = [CountedNumber(place, before[place.name]) for place in list_singles(self.inputs.model)
-                        if self._counted[place.name] != before[place.name]]  # fmt: skip
-            self._counts = [*list_counts(self._memory), *counters]
+        for _ in range(2):
             yield from self._take()
-            if not kept.is_same(self._shown[1], self._shown[2]):
-                return  # other trials decide
-            for count in self._counts:
-                yield from self._try_count(count)
-            for factor in FACTORS if self._numbers.seen else ():
-                self._numbers.factor = factor
-                yield from self._try(f"where a number that its code looks at is {factor:g} times as large")
+            self._memory.look()
+        counters = [CountedNumber(place, before[place.name]) for place in list_singles(self.inputs.model)
+                    if self._counted[place.name] != before[place.name]]  # fmt: skip
+        self._counts = [*list_counts(self._memory), *counters]
+        yield from self._take()
+        if not kept.is_same(self._shown[1], self._shown[2]):
+            self._untried = kept.compare(self._shown[1], self._shown[2])
+            return  # other trials decide
+        for count in self._counts:
+            yield from self._try_count(count)
+        for factor in FACTORS if self._numbers.seen else ():
+            self._numbers.factor = factor
+            yield from self._try(f"where a number that its code looks at is {factor:g} times as large")
+
+    def further(self) -> Batches:
+        """Raises UsageError if a number that is not finite changes what later batches use. The code may raise there."""
+        if self._numbers.asked and not self._untried:
+            self._numbers.factor = math.nan
+            yield from self._try("where a number that its code looks at is not finite")
 
     def _take(self, count: CountedNumber | None = None, number: Any = 0) -> Batches:
         """A batch of the first records, with `number` in `count`, and in each other count what it had at first."""
         given = self.inputs
         assert given.chosen is not None
-        with model_traits.restore_buffers(given.model):
+        eager = torch.compiler.set_stance("force_eager") if dynamo.is_loaded() else nullcontext()
+        with eager, self._numbers, model_traits.restore_buffers(given.model):
             for other in self._counts:
                 other.reset()
             if count is not None:
@@ -111,15 +120,16 @@ class ChosenCountsTrial:
             self._shown.append(self._tried.show(loss))
         return False
 
-    def _list_constants(self) -> list[int]:
+    def _list_constants(self, *, keys: bool = False) -> list[int]:
         kinds = [("", type(part)) for part in self.inputs.model.modules()]
-        return list_constants([*self._spaces(), *kinds], self._total)
+        return list_constants([*self._spaces(), *kinds], self._total, keys=keys)
 
     def _try_count(self, count: CountedNumber) -> Batches:
         if count.traced:
             notes = StepNotes(self._total * self.inputs.global_batch)  # it may count records
             yield from self._take(count, notes.trace(count.first))
-            numbers = [notes.trace(number) for number in notes.choose_like(count.first, MOST_STEPS)]
+            keys = self._list_constants(keys=True) if notes.looked_up else ()
+            numbers = [notes.trace(number) for number in notes.choose_like(count.first, MOST_STEPS, keys)]
         else:
             near = [number + by for number in self._numbers.compared for by in (-1, 0, 1)][:MOST_STEPS]
             numbers = list(dict.fromkeys((*near, *self._list_constants(), *list_round(self._total))))
@@ -128,6 +138,7 @@ class ChosenCountsTrial:
 
     def _try(self, when: str, count: CountedNumber | None = None, number: Any = 0) -> Batches:
         if time.process_time() > self._until:
+            self._untried = self._untried or f"no time was left {when}"
             return
         yield from self._take(count, number)
         self._numbers.factor = 1.0

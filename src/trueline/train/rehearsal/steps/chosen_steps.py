@@ -4,7 +4,8 @@ A worker that joins later has not seen such a step. So the loop gets a batch who
 (`traced_step.py`), then one of each of these steps, and after each of them the first records again at the usual step,
 which have to have the loss and to leave the optimizer's numbers that they had before. A count that the loop keeps
 itself is noted in the same way; that of `enumerate`, which shows nothing, has numbers with many divisors. Where the
-code looks at a number of its batch (`if loss.item() < 0.5`), a batch has other numbers there.
+code looks at a number of its batch (`if loss.item() < 0.5`), a batch has other numbers there; and after the answer,
+since code may raise then, one that is not finite, or tensors of which it asks that (`torch.isnan`).
 
 This happens in a fork of its own, since other trials may have met such a step; files that the loop's code opens for
 writing are /dev/null there, and a program that it starts ends the fork, and so the trial.
@@ -44,12 +45,13 @@ Batches = Generator[StepBatch, None, None]
 
 
 class OtherNumbers(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Makes single numbers of tensors that code looks at `factor` times as large; `seen` counts them. `compared` are
-    the numbers with which single ones are compared, or by which they are divided for a remainder."""
+    """Makes single numbers of tensors that code looks at `factor` times as large; `seen` counts them, and `asked` those
+    and tensors of any size of which code asks whether they are finite, which follow a factor that is not. `compared`
+    are the numbers with which single ones are compared, or by which they are divided for a remainder."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.factor, self.seen, self._open = 1.0, 0, True
+        self.factor, self.seen, self.asked, self._open = 1.0, 0, 0, True
         self.compared: dict[int, None] = {}
 
     @contextmanager
@@ -64,9 +66,12 @@ class OtherNumbers(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if self._open and func.overloadpacket in _COMPARE and _is_count(args):
             self.compared[math.floor(args[1])] = None
-        if self._open and func.overloadpacket in LOOKS and _is_single(args[0]):
-            self.seen += 1
-            args = args if self.factor == 1.0 else (args[0].detach() * self.factor, *args[1:])
+        looked = self._open and func.overloadpacket in LOOKS and _is_single(args[0])
+        asked = looked or (self._open and _asks_if_finite(func.overloadpacket, args))
+        self.seen, self.asked = self.seen + looked, self.asked + asked
+        if self.factor != 1.0 and (looked or (asked and not math.isfinite(self.factor))):
+            other = args[0].detach() * self.factor
+            args = [other if one is args[0] else one for one in args]
         return func(*args, **(kwargs or {}))
 
 
@@ -79,12 +84,22 @@ def _is_count(args: Any) -> bool:
     return single and isinstance(number, int | float) and math.isfinite(number)
 
 
+def _asks_if_finite(operator: Any, args: Any) -> bool:
+    """`torch.isfinite(x)` compares `x` with itself and its size with infinity."""
+    aten, first = torch.ops.aten, args[0] if args else None
+    if not isinstance(first, torch.Tensor) or not first.is_floating_point():
+        return False
+    other = args[1] if len(args) > 1 else None
+    with_itself = other is first or (isinstance(other, float) and math.isinf(other))
+    return operator in (aten.isnan, aten.isinf) or (operator in (aten.eq, aten.ne) and with_itself)
+
+
 def _is_single(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.numel() == 1 and value.is_floating_point()
 
 
 class ChosenStepsTrial:
-    """`batches()` are for the loop, in a fork; `done` says whether it gave an answer. `tried` has accepted its own."""
+    """`batches()` are for the loop, in a fork; `tried` has accepted its own."""
 
     _trial: applied.AppliedTrial
     _until: float
@@ -103,14 +118,16 @@ class ChosenStepsTrial:
         self._memory = kept.KeptNames(tried.inputs.model, places.list_caller_spaces)
         self._enumerates = places.list_enumerates()  # a fork hides what the collector knows
         self._numbers = OtherNumbers()
-        self.done = False
+        self.untried = "it gave no answer"
+        """Why something of it was not tried, if anything."""
+        self._untried = ""
 
     def answer(self) -> dict[str, Any]:
-        """Nothing: a fault is raised."""
-        return {}
+        """A fault is raised."""
+        return {"untried": self._untried}
 
     def accept(self, answer: dict[str, Any]) -> None:
-        self.done = not answer
+        self.untried = answer["untried"]
 
     def batches(self) -> Batches:
         """Raises UsageError for the first step that changes what others use."""
@@ -122,13 +139,14 @@ class ChosenStepsTrial:
         for step in (notes.trace(self._late), self._late, self._late):  # the trial compares the third with the first
             yield from self._take(step)
             self._memory.look()
-        if len(trial.taken) < 3 or trial.fault is not None:
-            return  # other trials decide, of the loop as it begins
+        if len(trial.taken) < 3 or trial.fault is not None:  # other trials decide, of the loop as it begins
+            self._untried = "its steps were not applied" if trial.fault is None else trial.fault.message
+            return
         self._usual, self._ended, self._begun = trial.taken[2][0], trial.ended[2], self._read_modes()
         changed = self._memory.list_changed()
         self._own = {place.name for place in changed}
         self._counts = [*(CountedNumber(place, place.value) for place in self._enumerates), *list_counts(self._memory)]
-        for step in notes.choose(MOST_STEPS):
+        for step in notes.choose(MOST_STEPS, self._list_keys(notes)):
             yield from self._try(f"in step {step}", notes.trace(step))
         for count in self._counts:
             yield from self._try_count(count)
@@ -136,6 +154,12 @@ class ChosenStepsTrial:
         for factor in FACTORS if self._numbers.seen else ():
             self._numbers.factor = factor
             yield from self._try(f"where a number that it looks at is {factor:g} times as large", self._late)
+
+    def further(self) -> Batches:
+        """Raises UsageError if a number that is not finite changes what later batches use. The loop may end there."""
+        if self._numbers.asked and not self._untried:
+            self._numbers.factor = math.nan
+            yield from self._try("where a number that it looks at is not finite", self._late)
 
     def _take(self, step: int, count: CountedNumber | None = None, number: Any = None) -> Batches:
         """A batch of the first records, with `number` in `count`, and in each other count what it had at first."""
@@ -159,16 +183,23 @@ class ChosenStepsTrial:
             notes = StepNotes(total * self.inputs.global_batch)  # it may count records
             self._trial.place = count.place
             yield from self._take(self._late, count, notes.trace(count.first))
-            numbers = [notes.trace(number) for number in notes.choose_like(count.first, MOST_STEPS)]
+            keys = self._list_keys(notes)
+            numbers = [notes.trace(number) for number in notes.choose_like(count.first, MOST_STEPS, keys)]
         else:
             near = [number + by for number in self._numbers.compared for by in (-1, 0, 1)][:MOST_STEPS]
             numbers = [*near, *list_constants(places.list_caller_code(), total), *list_round(total)]
         for number in dict.fromkeys(numbers):
             yield from self._try(f"where {count.place.name} is {number:.7g}", self._late, count, number)
 
+    def _list_keys(self, notes: StepNotes) -> list[int]:
+        """Numbers at which a table of the loop's may have something, if one was looked up in any."""
+        code = places.list_caller_code() if notes.looked_up else []
+        return list_constants(code, self.inputs.total_steps, keys=True)
+
     def _try(self, when: str, step: int, count: CountedNumber | None = None, number: Any = None) -> Batches:
         """A batch of `step`, with `number` in `count`, then the usual one. Raises UsageError if that differs."""
         if time.process_time() > self._until:
+            self._untried = self._untried or f"no time was left {when}"
             return
         self._trial.place = None if count is None else count.place
         yield from self._take(step, count, number)

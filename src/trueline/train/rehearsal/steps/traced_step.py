@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 import numbers
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 Number = int | float
@@ -36,20 +36,21 @@ class StepNotes:
         if len(self._noted) < MOST_NOTES and math.isfinite(step):
             self._noted.append(step)
 
-    def choose(self, most: int) -> list[int]:
-        """Up to `most` steps of the job at and beside which a comparison changes, in the order of the notes.
+    def choose(self, most: int, keys: Iterable[int] = ()) -> list[int]:
+        """Up to `most` steps of the job at and beside which a comparison changes, in the order of the notes. `keys`:
+        those that come first where one was looked up.
 
         >>> notes = StepNotes(100)
         >>> notes.trace(97) % 25 == 0, notes.trace(97) > 40, notes.choose(9)
         (False, True, [75, 76, 40, 41])
         """
         near = [at for noted in self._noted for at in (math.floor(noted), math.floor(noted) + 1)]
-        near += range(self._total) if self.looked_up else ()
+        near += (*keys, *range(self._total)) if self.looked_up else ()
         return [at for at in dict.fromkeys(near) if 0 <= at < self._total][:most]
 
-    def choose_like(self, first: Any, most: int) -> list[Any]:
+    def choose_like(self, first: Any, most: int, keys: Iterable[int] = ()) -> list[Any]:
         """Up to `most` numbers of the kind of `first` at and beside which a comparison changes."""
-        return self.choose(most) if isinstance(first, int) else self.choose_floats(most)
+        return self.choose(most, keys) if isinstance(first, int) else self.choose_floats(most)
 
     def choose_floats(self, most: int) -> list[float]:
         """Up to `most` numbers at, below and above those of the notes.
