@@ -4,12 +4,15 @@ later has not seen those steps. What the loop computes from the step in each bat
 from __future__ import annotations
 
 import copy
+import dataclasses
 import functools
 import itertools
 import os
 import subprocess
 import sys
 import threading
+from types import SimpleNamespace
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -45,6 +48,16 @@ class Scaled(Dataset):
         return self.strength * self.inputs[at], (self.inputs[at, 0] > 0).long()
 
 
+class Place(NamedTuple):
+    seen: int
+    name: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Frozen:
+    seen: int
+
+
 class Run:
     """A loop that calls `change(run, step)` in each batch, or after each step that was applied."""
 
@@ -53,7 +66,24 @@ class Run:
         self.model = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.1), nn.Linear(8, 2))
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
         self.data, self.warmth, self.epoch, self.history = Scaled(), 1.0, 0, []
+        self.room, self.place, self.frozen = SimpleNamespace(seen=0), Place(0, "a"), Frozen(0)
         self.total = 0
+
+    def read(self, counts, known, step):
+        """The number that the loop counts, in one of its places."""
+        if counts == "a list's length":
+            self.history.append(None)
+            return len(self.history)
+        if counts == "a namespace":
+            self.room.seen += 1
+            return self.room.seen
+        if counts == "a tuple":
+            self.place = self.place._replace(seen=self.place.seen + 1)
+            return self.place.seen
+        if counts == "a frozen dataclass":
+            self.frozen = Frozen(self.frozen.seen + 1)
+            return self.frozen.seen
+        return known.get(counts, step)
 
     def train(self, change, *, after=True, counts="the step", epochs=EPOCHS, through=iter):
         self.job = job = Elastic(self.model, self.optimizer, self.data, global_batch=BATCH, epochs=epochs)
@@ -62,8 +92,8 @@ class Run:
             self.count += 1
             self.numbers += 1
             self.sum += 1.0
-            now = {"enumerate": number, "an attribute": self.count, "an iterator": next(clock),
-                   "a float": self.sum, "an array": self.numbers[0]}.get(counts, batch.step)  # fmt: skip
+            now = self.read(counts, {"enumerate": number, "an attribute": self.count, "an iterator": next(clock),
+                                     "a float": self.sum, "an array": self.numbers[0]}, batch.step)  # fmt: skip
             if not after and counts != "the loss":
                 change(self, now)
             loss = nn.functional.cross_entropy(self.model(batch.inputs) / self.warmth, batch.labels)
@@ -155,12 +185,17 @@ def test_what_a_loop_changes_in_few_steps_and_uses_in_others_is_refused_before_t
     ("counts", "why"),
     few([
         ("an attribute", r"where the loop's self\.count is 999 the loop changes something that later batches use"),
-        ("enumerate", r"where the number of enumerate\(\.\.\.\) is 1000 the loop changes"),
-        ("an iterator", r"where the loop's clock is 1000 the loop changes"),
+        ("enumerate", r"the number of enumerate\(\.\.\.\).* is 1000 the loop changes"),
+        ("an iterator", r"the loop's clock.* is 1000 the loop changes"),
         ("a float", r"where the loop's self\.sum is 999 the loop changes"),
-        ("an array", r"where the loop's self\.numbers is 999 the loop changes"),
+        ("an array", r"the loop's self\.numbers.* is \d+ the loop changes"),
+        ("a list's length", r"the loop's self\.history.* is \d+ the loop changes"),
+        ("a namespace", r"where the loop's self\.room\.seen is 999 the loop changes"),
+        ("a tuple", r"where the loop's self\.place\.seen is 999 the loop changes"),
+        ("a frozen dataclass", r"where the loop's self\.frozen\.seen is 999 the loop changes"),
     ], 1, pytest.mark.jobs),
-    ids=["an attribute", "enumerate", "an iterator", "a float", "an array"],
+    ids=["an attribute", "enumerate", "an iterator", "a float", "an array", "a list's length", "a namespace", "a tuple",
+         "a frozen dataclass"],
 )  # fmt: skip
 @pytest.mark.parametrize("change", [cool_late, strengthen_late])
 def test_what_a_loop_changes_by_a_count_of_its_own_is_refused_too(counts, why, change):
@@ -196,7 +231,7 @@ def test_a_loop_that_gets_its_batches_through_something_else_is_tried_as_any(thr
     run = Run()
     with pytest.raises(UsageError, match=r"where the loop's self\.count is 999 .* \(the loop's self\.warmth\)"):
         run.train(cool_late, after=False, counts="an attribute", epochs=410, through=through)
-    with pytest.raises(UsageError, match="where the number of enumerate"):
+    with pytest.raises(UsageError, match="the number of enumerate"):
         run.train(cool_late, after=False, counts="enumerate", epochs=410, through=through)
 
 

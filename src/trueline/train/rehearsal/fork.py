@@ -217,10 +217,11 @@ def _rehearse(
         _begin_fork(parent)
         places.end_with_loop()
         trial.inputs = replace(trial.inputs, reader=ReaderClient(line))
+        caught = (Exception,) if isinstance(trial, CHOSEN) else (UsageError, RecipeError)
         try:
             yield from trial.batches() if after is None else after.expect_one_rule(trial.batches())
             found = trial.answer()
-        except (UsageError, RecipeError) as error:
+        except caught as error:
             found = _encode(error)
         send(line, ANSWER, 0, json.dumps(found).encode())
         if "code" not in found and (after is not None or isinstance(trial, CHOSEN)):
@@ -228,10 +229,8 @@ def _rehearse(
             try:
                 yield from _take_further(after or trial)
                 found = {} if after is None or after.fault is None else _encode(after.fault)
-            except UsageError as error:
-                found = _encode(error)
             except Exception as error:  # noqa: BLE001  Trueline's own: those of the loop do not pass through here
-                found = {"untried": f"{type(error).__name__}: {error}"}
+                found = _encode(error)
             send(line, ANSWER, 0, json.dumps(found).encode())
     finally:
         os._exit(0)
@@ -328,7 +327,9 @@ def _fork() -> int:
         return os.fork()
 
 
-def _encode(error: TruelineError) -> dict[str, str]:
+def _encode(error: Exception) -> dict[str, str]:
+    if not isinstance(error, TruelineError):
+        return {"untried": f"{type(error).__name__}: {error}"}
     return {"code": error.code, "message": error.message, "hint": error.hint}
 
 

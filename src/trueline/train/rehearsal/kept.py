@@ -29,7 +29,7 @@ from trueline.train.rehearsal.places import KeptPlace
 
 MOST_PLACES, LONG = 4096, 2048
 """Places that are looked at, and the length of a list that was made longer."""
-MOST_TRIED, SAMPLE, FAR = 8, 4096, 1_000_003
+MOST_TRIED, SAMPLE, FAR = 16, 4096, 1_000_003
 _JOINS = "a worker that joins receives model, optimizer and scheduler, and nothing that Python code has counted or kept"
 
 

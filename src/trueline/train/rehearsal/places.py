@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+import copy
 import ctypes
 import functools
 import gc
@@ -9,13 +11,14 @@ import inspect
 import os
 import random
 import sys
+import threading
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import datetime
 from decimal import Decimal
 from fractions import Fraction
-from types import FrameType, FunctionType, MethodType, ModuleType
+from types import FrameType, FunctionType, MethodType, ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -28,6 +31,10 @@ MOST_ITEMS, DEEP = 256, 4
 GROWING = (list, deque, set, dict, OrderedDict, Counter, defaultdict)
 """Collections whose length is looked at."""
 _OF_MODULES = ("training", "_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
+HOLDERS = (SimpleNamespace, argparse.Namespace, threading.local)
+"""Objects of the standard library with attributes of the user's."""
+MOST_FIELDS = 8
+"""Of a tuple, that are looked at one by one."""
 _INSTALLED = ("site-packages", "dist-packages", os.path.dirname(os.__file__))
 
 
@@ -50,6 +57,10 @@ def walk(name: str, room: Any, seen: set[int], depth: int = 0, root: str = "") -
         if is_number(value) or is_iterator(value) or (type(value) is tuple and all(map(is_number, value))):
             if not ours:
                 yield place
+                yield from _list_fields(place)
+            continue
+        if is_record(value):
+            yield from () if ours else _list_fields(place)
             continue
         if id(value) in seen:
             continue
@@ -72,6 +83,43 @@ def walk(name: str, room: Any, seen: set[int], depth: int = 0, root: str = "") -
 def is_number(value: Any) -> bool:
     """Whether it is a number or a time."""
     return isinstance(value, bool | int | float | np.integer | np.floating | Fraction | Decimal | datetime)
+
+
+def is_record(value: Any) -> bool:
+    """Whether it is a tuple or a frozen dataclass: to change a field, a loop replaces the whole."""
+    return isinstance(value, tuple) or getattr(getattr(type(value), "__dataclass_params__", None), "frozen", False)
+
+
+def _list_fields(place: KeptPlace) -> Iterator[KeptPlace]:
+    """The numbers of a record, each put by another record in its place."""
+    value = place.value
+    if not is_record(value) or len(value if isinstance(value, tuple) else ()) > MOST_FIELDS:
+        return
+    names = getattr(value, "_fields", range(len(value))) if isinstance(value, tuple) else value.__dataclass_fields__
+    for at, name in enumerate(names):
+        field = value[at] if isinstance(value, tuple) else getattr(value, name)
+        if is_number(field):
+            put = functools.partial(_put_field, place, at, name)
+            yield KeptPlace(f"{place.name}.{name}", field, put, place.root)
+
+
+def _put_field(place: KeptPlace, at: int, name: str, field: Any) -> None:
+    value = _read_now(place)
+    if isinstance(value, tuple):
+        fields = (*value[:at], field, *value[at + 1 :])
+        place.put(type(value)(*fields) if hasattr(value, "_fields") else fields)
+    else:
+        other = copy.copy(value)
+        object.__setattr__(other, name, field)
+        place.put(other)
+
+
+def _read_now(place: KeptPlace) -> Any:
+    """What the place has, which a batch may have replaced since it was listed."""
+    put = place.put
+    if isinstance(put, functools.partial) and put.func is setattr:
+        return getattr(*put.args)
+    return put.args[0][put.args[1]] if isinstance(put, functools.partial) and put.func is _put_item else place.value
 
 
 def is_iterator(value: Any) -> bool:
@@ -109,7 +157,7 @@ def _open(value: Any) -> Any:
         return {"function": value.func, "keywords": value.keywords, "arguments": list(value.args)}
     if isinstance(value, FunctionType):
         return value if is_users_function(value) else None
-    return value if package_of(value) in ("", "trueline") else None
+    return value if package_of(value) in ("", "trueline") or type(value) in HOLDERS else None
 
 
 def is_users_module(module: Any) -> bool:
@@ -200,6 +248,9 @@ class FrameLocals(dict[str, Any]):
     def __init__(self, frame: FrameType) -> None:
         super().__init__(frame.f_locals)
         self._frame = frame
+
+    def __getitem__(self, key: str) -> Any:
+        return self._frame.f_locals[key]
 
     def __setitem__(self, key: str, value: Any) -> None:
         self._frame.f_locals[key] = value

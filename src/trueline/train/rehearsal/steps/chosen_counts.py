@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
@@ -33,7 +33,7 @@ from trueline.train.rehearsal.steps.chosen_steps import (
     spare_programs,
 )
 from trueline.train.rehearsal.steps.constants import list_constants
-from trueline.train.rehearsal.steps.counts import CountedNumber, list_counts
+from trueline.train.rehearsal.steps.counts import CountedNumber, describe, list_counts
 from trueline.train.rehearsal.steps.traced_step import StepNotes
 from trueline.train.step import model_traits
 from trueline.train.step.contribution import StepBatch
@@ -83,7 +83,8 @@ class ChosenCountsTrial:
             self._untried = kept.compare(self._shown[1], self._shown[2])
             return  # other trials decide
         for count in self._counts:
-            yield from self._try_count(count)
+            yield from self._try_traced(count) if count.traced else ()
+        yield from self._try_plain([count for count in self._counts if not count.traced])
         for factor in FACTORS if self._numbers.seen else ():
             self._numbers.factor = factor
             yield from self._try(f"where a number that its code looks at is {factor:g} times as large")
@@ -94,15 +95,15 @@ class ChosenCountsTrial:
             self._numbers.factor = math.nan
             yield from self._try("where a number that its code looks at is not finite")
 
-    def _take(self, count: CountedNumber | None = None, number: Any = 0) -> Batches:
-        """A batch of the first records, with `number` in `count`, and in each other count what it had at first."""
+    def _take(self, counts: Sequence[CountedNumber] = (), number: Any = 0) -> Batches:
+        """A batch of the first records, with `number` in `counts`, and in each other count what it had at first."""
         given = self.inputs
         assert given.chosen is not None
         eager = torch.compiler.set_stance("force_eager") if dynamo.is_loaded() else nullcontext()
         with eager, self._numbers, model_traits.restore_buffers(given.model):
             for other in self._counts:
                 other.reset()
-            if count is not None:
+            for count in counts:
                 count.write(number)
             batch = given.reader.read(given.chosen, epoch=0)
             seeding.seed_all(given.seed, 0, 0)
@@ -124,23 +125,24 @@ class ChosenCountsTrial:
         kinds = [("", type(part)) for part in self.inputs.model.modules()]
         return list_constants([*self._spaces(), *kinds], self._total, keys=keys)
 
-    def _try_count(self, count: CountedNumber) -> Batches:
-        if count.traced:
-            notes = StepNotes(self._total * self.inputs.global_batch)  # it may count records
-            yield from self._take(count, notes.trace(count.first))
-            keys = self._list_constants(keys=True) if notes.looked_up else ()
-            numbers = [notes.trace(number) for number in notes.choose_like(count.first, MOST_STEPS, keys)]
-        else:
-            near = [number + by for number in self._numbers.compared for by in (-1, 0, 1)][:MOST_STEPS]
-            numbers = list(dict.fromkeys((*near, *self._list_constants(), *list_round(self._total))))
-        for number in numbers:
-            yield from self._try(f"where {count.place.name} is {number:.7g}", count, number)
+    def _try_traced(self, count: CountedNumber) -> Batches:
+        notes = StepNotes(self._total * self.inputs.global_batch)  # it may count records
+        yield from self._take([count], notes.trace(count.first))
+        keys = self._list_constants(keys=True) if notes.looked_up else ()
+        for number in notes.choose_like(count.first, MOST_STEPS, keys):
+            yield from self._try(describe([count], number), [count], notes.trace(number))
 
-    def _try(self, when: str, count: CountedNumber | None = None, number: Any = 0) -> Batches:
+    def _try_plain(self, counts: Sequence[CountedNumber]) -> Batches:
+        """Of numbers that do not show what they are compared with, all at once."""
+        near = [number + by for number in self._numbers.compared for by in (-1, 0, 1)][:MOST_STEPS]
+        for number in dict.fromkeys((*near, *self._list_constants(), *list_round(self._total))) if counts else ():
+            yield from self._try(describe(counts, number), counts, number)
+
+    def _try(self, when: str, counts: Sequence[CountedNumber] = (), number: Any = 0) -> Batches:
         if time.process_time() > self._until:
             self._untried = self._untried or f"no time was left {when}"
             return
-        yield from self._take(count, number)
+        yield from self._take(counts, number)
         self._numbers.factor = 1.0
         yield from self._take()
         usual, found = self._shown[2], self._shown[-1]

@@ -29,7 +29,7 @@ from trueline.errors import UsageError
 from trueline.train import dynamo
 from trueline.train.rehearsal import applied, kept, modes, places
 from trueline.train.rehearsal.steps.constants import list_constants
-from trueline.train.rehearsal.steps.counts import CountedNumber, list_counts
+from trueline.train.rehearsal.steps.counts import CountedNumber, describe, list_counts
 from trueline.train.rehearsal.steps.traced_step import StepNotes
 from trueline.train.step.contribution import StepBatch
 from trueline.train.step.optimizer_settings import OptimizerSettings
@@ -148,8 +148,10 @@ class ChosenStepsTrial:
         self._counts = [*(CountedNumber(place, place.value) for place in self._enumerates), *list_counts(self._memory)]
         for step in notes.choose(MOST_STEPS, self._list_keys(notes)):
             yield from self._try(f"in step {step}", notes.trace(step))
+        plain = [count for count in self._counts if not count.traced or count.place.name not in self._own]
         for count in self._counts:
-            yield from self._try_count(count)
+            yield from () if count in plain else self._try_traced(count)
+        yield from self._try_plain(plain)
         trial.look_again()
         for factor in FACTORS if self._numbers.seen else ():
             self._numbers.factor = factor
@@ -161,11 +163,11 @@ class ChosenStepsTrial:
             self._numbers.factor = math.nan
             yield from self._try("where a number that it looks at is not finite", self._late)
 
-    def _take(self, step: int, count: CountedNumber | None = None, number: Any = None) -> Batches:
-        """A batch of the first records, with `number` in `count`, and in each other count what it had at first."""
+    def _take(self, step: int, counts: Sequence[CountedNumber] = (), number: Any = None) -> Batches:
+        """A batch of the first records, with `number` in `counts`, and in each other count what it had at first."""
         for other in self._counts:
             other.reset()
-        if count is not None:
+        for count in counts:
             count.write(number)
         eager = torch.compiler.set_stance("force_eager") if dynamo.is_loaded() else nullcontext()
         with eager, self._numbers:
@@ -176,33 +178,34 @@ class ChosenStepsTrial:
         with self._numbers.close():
             return self._trial.take(loss)
 
-    def _try_count(self, count: CountedNumber) -> Batches:
-        """A number that the loop changes itself: at those that its code compares it with, if that is seen."""
+    def _try_traced(self, count: CountedNumber) -> Batches:
+        """A number that the loop changes itself, where it is another by what the code compares it with."""
+        notes = StepNotes(self.inputs.total_steps * self.inputs.global_batch)  # it may count records
+        self._trial.place = count.place
+        yield from self._take(self._late, [count], notes.trace(count.first))
+        for number in notes.choose_like(count.first, MOST_STEPS, self._list_keys(notes)):
+            yield from self._try(describe([count], number), self._late, [count], notes.trace(number))
+
+    def _try_plain(self, counts: Sequence[CountedNumber]) -> Batches:
+        """Numbers that the loop changes itself, and which do not show what they are compared with: all at once."""
         total = self.inputs.total_steps
-        if count.traced and count.place.name in self._own:
-            notes = StepNotes(total * self.inputs.global_batch)  # it may count records
-            self._trial.place = count.place
-            yield from self._take(self._late, count, notes.trace(count.first))
-            keys = self._list_keys(notes)
-            numbers = [notes.trace(number) for number in notes.choose_like(count.first, MOST_STEPS, keys)]
-        else:
-            near = [number + by for number in self._numbers.compared for by in (-1, 0, 1)][:MOST_STEPS]
-            numbers = [*near, *list_constants(places.list_caller_code(), total), *list_round(total)]
-        for number in dict.fromkeys(numbers):
-            yield from self._try(f"where {count.place.name} is {number:.7g}", self._late, count, number)
+        near = [number + by for number in self._numbers.compared for by in (-1, 0, 1)][:MOST_STEPS]
+        numbers = [*near, *list_constants(places.list_caller_code(), total), *list_round(total)]
+        for number in dict.fromkeys(numbers) if counts else ():
+            yield from self._try(describe(counts, number), self._late, counts, number)
 
     def _list_keys(self, notes: StepNotes) -> list[int]:
         """Numbers at which a table of the loop's may have something, if one was looked up in any."""
         code = places.list_caller_code() if notes.looked_up else []
         return list_constants(code, self.inputs.total_steps, keys=True)
 
-    def _try(self, when: str, step: int, count: CountedNumber | None = None, number: Any = None) -> Batches:
-        """A batch of `step`, with `number` in `count`, then the usual one. Raises UsageError if that differs."""
+    def _try(self, when: str, step: int, counts: Sequence[CountedNumber] = (), number: Any = None) -> Batches:
+        """A batch of `step`, with `number` in `counts`, then the usual one. Raises UsageError if that differs."""
         if time.process_time() > self._until:
             self._untried = self._untried or f"no time was left {when}"
             return
-        self._trial.place = None if count is None else count.place
-        yield from self._take(step, count, number)
+        self._trial.place = counts[0].place if counts else None
+        yield from self._take(step, counts, number)
         self._numbers.factor = 1.0
         yield from self._take(self._late)
         trial = self._trial

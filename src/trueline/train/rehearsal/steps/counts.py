@@ -4,20 +4,25 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 
+from trueline.errors import join_names
 from trueline.train.rehearsal import kept
 from trueline.train.rehearsal.places import KeptPlace
+
+_LISTS = (list, deque)
 
 
 @dataclass(frozen=True, slots=True)
 class CountedNumber:
     """A place that each batch changes, and the number from which each batch of the trial begins there: of a tensor or
-    an array its one element, of an iterator what comes next."""
+    an array its one element, of an iterator what comes next, of a list its length."""
 
     place: KeptPlace
     first: Any
@@ -32,6 +37,8 @@ class CountedNumber:
         if isinstance(value, torch.Tensor | np.ndarray):
             number = value.item() if math.prod(value.shape) == 1 else None
             return cls(place, number) if type(number) in (int, float) else None
+        if type(value) in _LISTS:
+            return cls(place, len(value)) if value else None
         return cls(place, value) if type(value) in (int, float) or isinstance(value, np.integer) else None
 
     @property
@@ -45,6 +52,10 @@ class CountedNumber:
             value.detach().fill_(number)
         elif isinstance(value, np.ndarray):
             value.fill(number)
+        elif type(value) in _LISTS:
+            items = list(itertools.islice(itertools.cycle(value), max(int(number), 1)))
+            value.clear()
+            value.extend(items)
         elif isinstance(value, np.integer):
             self.place.put(type(value)(number))
         else:
@@ -60,3 +71,14 @@ class CountedNumber:
 def list_counts(memory: kept.KeptNames) -> list[CountedNumber]:
     """The places that each batch changes and that have one number each."""
     return [count for place in memory.list_changed() if (count := CountedNumber.of(place)) is not None]
+
+
+def describe(counts: Sequence[CountedNumber], number: Any) -> str:
+    """Where `counts` have `number`, in words.
+
+    >>> place = KeptPlace("the loop's seen", 3, print)
+    >>> describe([CountedNumber(place, 3)], 1000)
+    "where the loop's seen is 1000"
+    """
+    names = list(dict.fromkeys(count.place.name for count in counts))
+    return f"where {'one of ' if len(names) > 1 else ''}{join_names(names[:4])} is {number:.7g}"
