@@ -58,12 +58,12 @@ def compare(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     monkeypatch.setattr(compared, "settle_traits", settle)
     monkeypatch.setattr(compared, "load_traits", lambda _: ModelTraits(**json.loads(settled[0])) if settled else None)
 
-    def expect(make: Callable[[], torch.nn.Module], loss: Callable[..., Any]) -> None:
+    def expect(make: Callable[[], torch.nn.Module], loss: Callable[..., Any], labels: int = 3) -> None:
         torch.manual_seed(0)
         model = make()
         recipe = dataclasses.replace(untrained(make), loss=loss)
         served = ServedModel(model, torch.optim.SGD(model.parameters(), lr=0.1), seed=3)
-        source = DatasetSource(TensorDataset(torch.arange(40), torch.arange(40.0)[:, None] % 3), mode="training")
+        source = DatasetSource(TensorDataset(torch.arange(40), torch.arange(40.0)[:, None] % labels), mode="training")
         settings = JobSettings(name="words", recipe="", recipe_digest="", workers=2, epochs=1, global_batch=8, seed=0)
         before = {name: value.clone() for name, value in model.state_dict().items()}
         ServedComparison(recipe, served, source, settings).expect_alike()
@@ -82,6 +82,13 @@ def test_ids_of_a_table_that_begins_with_zeros_are_those_of_the_first_worker(com
         compare(lambda: Words(0), error)
     with pytest.raises(errors.UsageError, match="is not that of the first worker"):
         compare(lambda: Words(1), error)
+
+
+def test_records_that_are_not_those_of_the_first_worker_are_refused(compare):
+    for _ in range(2):
+        compare(lambda: Words(0), error)
+    with pytest.raises(errors.DataError, match="is another one than when the job began"):
+        compare(lambda: Words(0), error, labels=4)
 
 
 def test_what_only_the_gradients_that_are_pushed_show_is_compared(compare):

@@ -5,6 +5,8 @@ minibatches it computes some records as it computes those, and looks at what it 
 
     dense parameters   as the recipe made them
     rows of tables     as they begin, and those that begin with zeros by their ids: a loss would see no other ids
+
+It also compares some of the records with those that the first worker has read (`train/records.py`).
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ import torch
 
 from trueline import events
 from trueline.data.loading.seeding import SeededReader
-from trueline.data.source import Source
+from trueline.data.source import Batch, Source
 from trueline.errors import TruelineError
 from trueline.ps.model.embedding import Rows
 from trueline.ps.model.minibatch import Minibatch
@@ -30,7 +32,7 @@ from trueline.ps.model.strategy import ServedModel
 from trueline.ps.partition import Ids
 from trueline.ps.tables.initial import initial_rows
 from trueline.recipe.contract import Recipe
-from trueline.train import devices
+from trueline.train import devices, records
 from trueline.train.rehearsal.alike import AlikeTrial, load_traits, settle_traits, wants_comparing
 from trueline.train.settings import JobSettings
 from trueline.train.step import features, model_traits
@@ -63,14 +65,25 @@ class ServedTrial(LossTrial):
         return [float(loss.detach().double()), *numbers]
 
 
+class _NotedReader(SeededReader):
+    """`read_ids`: all records that it was asked for."""
+
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        self.read_ids = set[int]()
+
+    def read(self, indices: Ints, *, epoch: int) -> Batch:
+        self.read_ids.update(indices.tolist())
+        return super().read(indices, epoch=epoch)
+
+
 class ServedComparison:
     """`expect_alike()` once, before the worker's first minibatch."""
 
     def __init__(self, recipe: Recipe, served: ServedModel, source: Source, settings: JobSettings) -> None:
         self._recipe, self._served, self._source, self._settings = recipe, served, source, settings
-        reader = SeededReader(
-            source, settings.seed, functools.partial(devices.place_batch, device=devices.of_model(served.model))
-        )
+        place = functools.partial(devices.place_batch, device=devices.of_model(served.model))
+        self._reader = reader = _NotedReader(source, settings.seed, place)
         self._inputs = TrialInputs(
             model=served.model, reader=reader, num_records=source.num_records, seed=settings.seed,
             global_batch=settings.global_batch, options=Options.of(settings),
@@ -81,12 +94,16 @@ class ServedComparison:
         }
 
     def expect_alike(self) -> None:
-        """Raises UsageError if the loss here is not that of the job's first worker."""
+        """Raises UsageError if the loss here is not that of the job's first worker, DataError if records are others."""
         shown, mine = model_traits.read_traits(self._served.model), dict[str, Any]()
         first = load_traits(shown)
         if first is None:
             mine = self._leave()
-            first = settle_traits(replace(shown, reads=mine))
+            sums = records.measure_records(self._reader, records.choose_records(self._reader.read_ids))
+            first = settle_traits(replace(shown, reads=mine, records=sums))
+            records.expect_same_records(first.records, sums)
+        else:
+            records.compare_with_first(first.records, self._reader)
         compared = not wants_comparing(mine, first.reads)
         for changes in (True, False):  # a value that differs may have no other one, and then the loss raises
             compared = compared or self._compare(first, changes=changes)
