@@ -110,7 +110,8 @@ def _try_candidates(
         except (SyntaxError, NameError) as error:
             search.refuse(candidate, error)
             continue
-        if not _agrees(search, module, candidate):
+        twins = (search.with_text(text) for text in candidate.alike)
+        if not all(_agrees(search, one, candidate) for one in (module, *twins)):
             continue
         search.left -= 1
         after = examine(module, search.oracle)
