@@ -20,6 +20,7 @@ from trueline.capture.export.tracing import watch_specialization
 from trueline.capture.model import code_paths
 from trueline.capture.model.code_paths import SourceLine
 from trueline.capture.patches.stand_ins import size_lengths
+from trueline.capture.proof.disagreement import uses_places_in_order
 from trueline.doctor import export
 from trueline.doctor.export import NO_DIVISORS, Divisors, Memory, export_module, silence_exporters
 from trueline.doctor.recorded_calls import (
@@ -188,9 +189,10 @@ def _compare(
         divisors=divisors,
     )
     refused, place = ("", None) if reason else export.find_refusal(program)
-    if not refused or prove_onnx(finding, oracle) == "proven":
+    # of equal values ONNX takes others first, which these calls need not show
+    if not refused or (not uses_places_in_order(program) and prove_onnx(finding, oracle) == "proven"):
         return finding
-    return replace(finding, reason=refused, places=(place,) if place is not None else ())
+    return replace(finding, reason=refused, places=(place,) if place is not None else oracle.partings())
 
 
 def find_rank_change(oracle: Oracle) -> Finding | None:

@@ -147,7 +147,7 @@ def find_refusal(program: torch.export.ExportedProgram) -> tuple[str, SourceLine
         return "", None
     with tempfile.TemporaryDirectory(prefix="trueline-doctor-") as folder, silence_exporters():
         try:
-            torch_export.save(program, Path(folder) / "model.pt2")
+            torch_export.save(operators.as_aten(program), Path(folder) / "model.pt2")
         except CaptureError as error:
             return error.message.replace(f"{folder}/", ""), operators.line_of(program, error.message)
     return "", None

@@ -12,6 +12,7 @@ from trueline.doctor.rewrites.control import (
     plain_forms,
     size_choices,
     while_loops,
+    windows,
 )
 from trueline.doctor.rewrites.loops import pairs, vectorize
 from trueline.doctor.rewrites.scope import Candidate, Scope, Spot
@@ -47,6 +48,7 @@ _FAMILIES: tuple[Callable[[Scope, Spot], Iterable[Candidate | None]], ...] = (
     longest.bound_by_sizes,
     numbers.keep_scalars,
     while_loops.rewrites,
+    windows.rewrites,
     first_steps.rewrites,
     pairs.map_pairs,
     vectorize.rewrites,
