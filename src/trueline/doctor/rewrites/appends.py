@@ -134,7 +134,7 @@ def begins(spot: Spot, name: str) -> list[ast.expr] | None:
         if isinstance(statement, ast.Assign | ast.AnnAssign) and name in stored_names(statement):
             given = [value for target, value in assignments(statement) if target == name]
             one = isinstance(statement, ast.AnnAssign) or len(statement.targets) == 1
-            return list(given[0].elts) if one and isinstance(given[0], ast.List) else None
+            return list(given[0].elts) if one and given and isinstance(given[0], ast.List) else None
         if any(isinstance(node, ast.Name) and node.id == name for node in ast.walk(statement)):
             return None
     return None

@@ -11,7 +11,7 @@ import torch
 
 from trueline.doctor.rewrites.scope import Scope, named_value, value_of
 
-_ELEMENTWISE = {
+ELEMENTWISE = {
     "abs", "neg", "negative", "exp", "exp2", "log", "log2", "log10", "log1p", "expm1", "sqrt", "rsqrt", "sin",
     "cos", "tan", "tanh", "sinh", "cosh", "asin", "acos", "atan", "atan2", "sigmoid", "relu", "gelu", "silu",
     "softplus", "elu", "leaky_relu", "hardtanh", "relu6", "selu", "celu", "mish", "hardswish", "softsign",
@@ -123,7 +123,7 @@ def _of_call(scope: Scope, node: ast.Call, rows: Rows) -> int | None:
     owner, how = node.func.value, node.func.attr
     of_torch = ast.unparse(owner) in ("torch", "F", "torch.nn.functional", "nn.functional")
     found = _together(scope, given if of_torch else [owner, *given], rows)
-    if found is None or how in _ELEMENTWISE:
+    if found is None or how in ELEMENTWISE:
         return found
     if how == "linear" and of_torch and found:
         return found

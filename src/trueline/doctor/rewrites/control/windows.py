@@ -30,6 +30,7 @@ from trueline.doctor.rewrites.scope import (
     expression,
     first_line,
     loaded_names,
+    named_value,
     statements,
     stored_names,
     substitute,
@@ -66,7 +67,7 @@ class _Window:
 
 def _as_window(scope: Scope, spot: Spot, loop: ast.For, name: str) -> Candidate | None:
     found = _window_of(spot, loop, name)
-    first = None if found is None else _first_value(scope, spot, loop, found.value)
+    first = None if found is None else first_value(scope, spot, loop, found.value)
     if found is None or first is None:
         return None
     window, held = scope.fresh(f"{found.alias or name}_last"), scope.fresh("held")
@@ -175,7 +176,7 @@ def _last_of(statement: ast.stmt, name: str) -> int:
     return 0
 
 
-def _first_value(scope: Scope, spot: Spot, loop: ast.For, value: ast.expr) -> ast.expr | None:
+def first_value(scope: Scope, spot: Spot, loop: ast.For, value: ast.expr) -> ast.expr | None:
     """What the first step appends, for its shape."""
     known = bound_before(spot, scope.function)
     values: dict[str, ast.expr] = {}
@@ -189,6 +190,10 @@ def _first_value(scope: Scope, spot: Spot, loop: ast.For, value: ast.expr) -> as
         ) is not None:
             values[row] = expression(f"({found[0]})[{':, ' * found[1]}0]")
     made = {*stored_names(loop.body)} - known
+    for one in reversed(loop.body):  # names that the step itself gives a value
+        named = named_value(one) if isinstance(one, ast.Assign) else None
+        if named is not None and named[0] in made and stored_names(loop.body).count(named[0]) == 1:
+            value = substitute(value, {named[0]: named[1]})
     if made & {*loaded_names(value)} or not {*loaded_names(value)} & {*values, *known}:
         return None
     found_value: ast.expr = substitute(value, values)

@@ -18,6 +18,7 @@ from trueline.doctor.rewrites.scope import Candidate, Compound, Scope, Spot, exp
 
 TABLE = 1024
 """The largest size of a table."""
+_FRACTIONS = ("math.log", "math.log2", "math.log10", "math.sqrt", "math.exp", "math.pow", "math.log1p")
 FREED = "a size that stays free"
 """Part of the description of an edit that frees a size."""
 
@@ -60,6 +61,7 @@ def free_size(scope: Scope, node: ast.AST) -> ast.expr | None:
             parts = [*ast.walk(given)]  # a division, or a number with a point, may give a fraction
             rounds = any(isinstance(one, ast.Div | ast.Pow) for one in parts)
             rounds = rounds or any(isinstance(one, ast.Constant) and isinstance(one.value, float) for one in parts)
+            rounds = rounds or any(isinstance(one, ast.Call) and ast.unparse(one.func) in _FRACTIONS for one in parts)
             return expression(f"torch.sym_int({ast.unparse(given)})") if rounds else given
         case ast.Call(func=ast.Name(id="round"), args=[given, _]) if scope.depends_on(given) == "size":
             return _looked_up(scope, node, given)
