@@ -207,6 +207,33 @@ class Suppresses(nn.Module):
         return x[torch.stack(keep)]
 
 
+class FewerRows(nn.Module):
+    """The mean of all records where one is large, which torch.where broadcasts."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x if x.abs().max() < 1e6 else x.mean(0, keepdim=True)
+        return y * 2
+
+
+class WholeNumbers(nn.Module):
+    """Whole numbers where one is large, which torch.where promotes."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x
+        if x.abs().max() > 1e6:
+            y = x.round().long()
+        return y * 2
+
+
+class ReturnsASum(nn.Module):
+    """One number where one is large."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.abs().max() > 1e6:
+            return x.sum()
+        return x * 2
+
+
 def answers(model: nn.Module, x: Tensor) -> tuple[str, nn.Module]:
     """Steps of the rewrite of `model`, and the model with it."""
     torch.manual_seed(0)
@@ -240,6 +267,9 @@ def far(*shape: int) -> list[Tensor]:
         (ScalesPlaces, ((5, 4), (2, 4), (9, 4))),
         (EndsEarly, ((5, 4), (2, 4), (9, 4))),
         (CutsToTheLargest, ((3, 6, 4), (1, 2, 4), (2, 8, 4))),
+        (FewerRows, ((3, 6, 4), (2, 2, 4), (2, 8, 4))),
+        (WholeNumbers, ((3, 6, 4), (1, 2, 4), (2, 8, 4))),
+        (ReturnsASum, ((3, 6, 4), (1, 2, 4), (2, 8, 4))),
         (KeepsLarge, ((3, 6, 4), (1, 2, 4), (2, 8, 4))),
     ],
 )

@@ -68,6 +68,18 @@ class SumsOfAll(nn.Module):
         return out
 
 
+class Renames(nn.Module):
+    """The part is of what the name held before."""
+
+    def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
+        out = []
+        for n in lengths.tolist():
+            part = x[0, :n]
+            x = torch.where(x > 1e6, x * 2, x)
+            out.append(torch.softmax(part, 0).sum(0) + (part @ part.t()).mean(0).sum(0, keepdim=True))
+        return torch.stack(out)
+
+
 class Padded(nn.Module):
     """Records that are normed by themselves, and padded again."""
 
@@ -79,6 +91,28 @@ class Padded(nn.Module):
         cut = [row[:n] for row, n in zip(x, lengths.tolist(), strict=False)]
         cut = [self.f(one - one.mean(0, keepdim=True)) for one in cut]
         return nn.utils.rnn.pad_sequence(cut, padding_value=-1.0)
+
+
+class Best(nn.Module):
+    """The rows of the best, record by record: torch takes equal scores in an order of its own, and ONNX in another."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        _, at = x.sum(-1).topk(2, 1)
+        return torch.stack([rows[places] for rows, places in zip(x, at, strict=True)])
+
+
+class Spreads(nn.Module):
+    """Which nodes an adjacency reaches; it has to be square, and torch broadcasts it at sizes 1 and n."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        linked = (x > 0) | (x > 0).t()
+        reached = torch.zeros(x.shape[0], dtype=torch.bool)
+        reached[0] = True
+        front = reached.clone()
+        while front.any():
+            front = linked[front].any(0) & ~reached
+            reached = reached | front
+        return reached
 
 
 class Decodes(nn.Module):
@@ -166,6 +200,7 @@ def steps_and_edited(model: nn.Module, *inputs: Tensor) -> tuple[str, nn.Module]
     return " ".join(row.rewrite.steps if row.rewrite else ()), patch_module(model, found.texts)
 
 
+@pytest.mark.jobs
 @pytest.mark.parametrize(
     ("kind", "words"), [(Attends, WITH_MASK), (Pools, "is a scan"), (Padded, "records are padded")]
 )
@@ -186,6 +221,7 @@ def test_a_part_without_a_rule_for_all_that_is_computed_of_it_is_left_as_it_is()
     assert WITH_MASK not in steps
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("kind", "words"), [(Decodes, TABLE), (Remembers, TABLE), (Filters, "scan"), (Edits, "scan")])
 def test_a_loop_over_time_answers_at_every_length_as_a_scan(kind: type[nn.Module], words: str) -> None:
     torch.manual_seed(0)
@@ -241,3 +277,31 @@ def test_an_expression_that_sees_how_long_the_part_is_has_no_rule(text: str) -> 
     tracer.known["s"] = Traced("x", 2, frozenset([0]))
     with pytest.raises(NoRule):
         tracer.trace(ast.parse(text, mode="eval").body)
+
+
+@pytest.mark.jobs
+def test_a_part_whose_tensor_has_another_value_later_is_no_part_of_that() -> None:
+    _, edited = steps_and_edited(Renames(), torch.randn(3, 5, 4), torch.tensor([5, 2, 1]))
+    x, lengths = torch.full((3, 5, 4), 1e7), torch.tensor([4, 3, 2])
+    with torch.no_grad():
+        torch.testing.assert_close(edited(x, lengths), Renames()(x, lengths))
+
+
+@pytest.mark.jobs
+def test_rows_that_a_program_cannot_save_as_they_stand_are_taken_by_a_vmap() -> None:
+    steps, edited = steps_and_edited(Best(), torch.randn(3, 5, 4))
+    assert "torch.vmap" in steps
+    x = torch.randint(0, 2, (4, 7, 4)).float()  # equal scores
+    torch.testing.assert_close(edited(x), Best()(x))
+
+
+@pytest.mark.jobs
+def test_a_search_over_a_square_matrix_is_a_loop_of_the_program() -> None:
+    model, x = Spreads(), torch.randn(5, 5) - 1
+    eager = EagerSession(copy.deepcopy(model).eval(), x, dynamic_shapes={"x": {1: "nodes"}})
+    found = survey(model.eval(), calls_of(eager), onnx=None, base=Path(__file__).parent)
+    row = found.rows["(model)"]
+    assert row.rewrite is not None, row.why_not
+    for size in (2, 5, 9, 16):
+        x = torch.randn(size, size) - 1
+        assert torch.equal(patch_module(model, found.texts)(x), model(x))

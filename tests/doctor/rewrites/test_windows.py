@@ -131,6 +131,7 @@ def steps_and_edited(model: nn.Module, x: Tensor) -> tuple[str, nn.Module]:
     return " ".join(row.rewrite.steps if row.rewrite else ()), patch_module(model, found.texts)
 
 
+@pytest.mark.jobs
 @pytest.mark.parametrize(
     ("kind", "words"),
     [

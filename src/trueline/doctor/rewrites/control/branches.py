@@ -13,6 +13,7 @@ from typing import Any
 
 from trueline.doctor.rewrites.appends import appended_by
 from trueline.doctor.rewrites.control.no_change import Nothing, is_remainder, nothing_where, read_beyond
+from trueline.doctor.rewrites.control.same_form import check_forms
 from trueline.doctor.rewrites.predicate import predicate, without_numbers
 from trueline.doctor.rewrites.pure import pure
 from trueline.doctor.rewrites.scope import (
@@ -93,9 +94,8 @@ def _one_append(scope: Scope, statement: ast.If) -> Candidate | None:
     if found is None:
         return None
     name, value = found
-    return scope.candidate(
-        [statement], statements(f"{name}.append({ast.unparse(value)})"), _where_words(statement.test)
-    )
+    new = statements(f"{name}.append({ast.unparse(value)})")
+    return check_forms(scope, [statement], new, _where_words(statement.test), _lines(statement))
 
 
 def _choose_appended(scope: Scope, statement: ast.stmt) -> tuple[str, ast.expr] | None:
@@ -133,7 +133,12 @@ def _select_by_where(scope: Scope, spot: Spot, statement: ast.If, ways: Ways) ->
         new = _where(scope, statement.test, body, other, known, read_later(spot, end))
     except NotStraight:
         return None
-    return scope.candidate(spot.block[spot.index : end], new, _where_words(statement.test))
+    block = spot.block[spot.index : end]
+    return check_forms(scope, block, new, _where_words(statement.test), _lines(statement))
+
+
+def _lines(statement: ast.If) -> tuple[int, int]:
+    return statement.test.lineno, statement.body[0].lineno
 
 
 def _where(
@@ -286,7 +291,7 @@ def _assignments(statement: ast.stmt) -> list[tuple[str, ast.expr]]:
 def _run_always(scope: Scope, spot: Spot, statement: ast.If) -> Candidate | None:
     """The body without its condition, where it changes nothing when the condition is false: at all values, as the
     statements say. Calls have to take both ways, since the body may raise there."""
-    both = (statement.test.lineno, statement.body[0].lineno)
+    both = _lines(statement)
     if statement.orelse or _returns(statement.body) or both[0] == both[1]:
         return None
     padding = _Padding(scope, statement.test)
@@ -382,4 +387,4 @@ def _ternaries(scope: Scope, spot: Spot) -> Candidate | None:
 
     new = Choose().visit(copy.deepcopy(spot.statement))
     words = f"`… if {tests[0]} else …` chooses with torch.where" if tests else ""
-    return scope.candidate([spot.statement], [new], words) if tests else None
+    return check_forms(scope, [spot.statement], [new], words) if tests else None

@@ -46,11 +46,11 @@ def rewrites(scope: Scope, spot: Spot) -> Iterator[Candidate | None]:
 
 
 def _ends_and_appends(loop: ast.For) -> tuple[int, int] | None:
-    """Lines of the test and of the `break` of a loop that appends: calls have to take both ways, which shows whether
-    the steps after the end may append zeros."""
+    """Lines of the test and of the `break` of a loop that appends, or does something before it ends: calls have to take
+    both ways, which shows whether the steps after the end may append zeros, and the shapes of what is done."""
     end = next(one for one in loop.body if isinstance(one, ast.If) and _breaks(one))
     appends = any(appended_by(node) is not None for node in ast.walk(loop))
-    return (end.test.lineno, end.body[-1].lineno) if appends else None
+    return (end.test.lineno, end.body[-1].lineno) if appends or len(end.body) > 1 else None
 
 
 def _early_return(scope: Scope, spot: Spot, loop: ast.For) -> Candidate | None:
@@ -75,7 +75,8 @@ def _early_return(scope: Scope, spot: Spot, loop: ast.For) -> Candidate | None:
     block = [*spot.block[: spot.index], *first, changed, *rest]
     new = _mask_after_break(scope, Spot(block=block, index=spot.index + 1, outer=spot.outer), changed)
     words = "`return` in the loop becomes a mask: the value that was found is kept"
-    return scope.candidate(spot.block[spot.index :], [*first, *new, *rest], words) if new else None
+    lines = end.test.lineno, end.body[-1].lineno
+    return scope.candidate(spot.block[spot.index :], [*first, *new, *rest], words, lines) if new else None
 
 
 def _mask_after_break(scope: Scope, spot: Spot, loop: ast.For) -> list[ast.stmt] | None:

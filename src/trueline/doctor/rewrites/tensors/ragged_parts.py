@@ -14,6 +14,7 @@ from trueline.doctor.rewrites.scope import (
     Scope,
     Spot,
     blocks,
+    expression,
     loaded_names,
     named_value,
     statements,
@@ -54,6 +55,8 @@ def _follow(
     given = without_numbers(statements(f"{here} = {part.mask}")[0], scope)
     new: list[ast.stmt] = [given]
     rest = block[index + 1 :]
+    if {*loaded_names(expression(part.base))} & {*stored_names([*rest])}:
+        return None  # what the part is of has another value later
     try:
         for statement in rest:
             new += follow_statement(tracer, statement, part)
