@@ -20,6 +20,7 @@ from trueline.capture.export.tracing import watch_specialization
 from trueline.capture.model import code_paths
 from trueline.capture.model.code_paths import SourceLine
 from trueline.capture.patches.stand_ins import size_lengths
+from trueline.capture.proof.disagreement import uses_places_in_order
 from trueline.doctor import export
 from trueline.doctor.export import NO_DIVISORS, Divisors, Memory, export_module, silence_exporters
 from trueline.doctor.recorded_calls import (
@@ -104,8 +105,28 @@ def ask_original(module: torch.nn.Module, calls: Sequence[RecordedCall]) -> Orac
     before = {name: buffer.clone() for name, buffer in twin.named_buffers()}
     answers = [answer_of(twin, call, watch=True) for call in calls]
     reason, _ = agree(answers[0], answer_of(twin, calls[0]))
+    answers = _without_accidents(calls, answers)
     written = tuple(n for n, b in twin.named_buffers() if n not in before or not torch.equal(b, before[n]))
     return Oracle(calls=tuple(calls), answers=tuple(answers), forgetful=not reason, written=written)
+
+
+def _without_accidents(calls: Sequence[RecordedCall], answers: Sequence[RecordedAnswer]) -> list[RecordedAnswer]:
+    """The answers without those of a matrix that has to be square (an adjacency) at sizes 1 and n: torch broadcasts
+    `a + a.t()` there, and the module raises at any other two sizes."""
+    axes = {
+        (i, a, b) for call in calls for i, one in enumerate(call.tensors) for a in range(one.ndim) for b in range(a)
+    }
+    left = list(answers)
+    for i, a, b in axes:
+        pairs = [(call.tensors[i].shape[a], call.tensors[i].shape[b]) for call in calls]
+        others = [answer for answer, (one, two) in zip(answers, pairs, strict=True) if one != two and min(one, two) > 1]
+        alike = [answer for answer, (one, two) in zip(answers, pairs, strict=True) if one == two > 1]
+        if others and not any(one.arrays for one in others) and any(one.arrays for one in alike):
+            left = [
+                answer if one == two else replace(answer, arrays=None, error="a matrix that is not square")
+                for answer, (one, two) in zip(left, pairs, strict=True)
+            ]
+    return left
 
 
 def examine(module: torch.nn.Module, oracle: Oracle, *, in_units: bool = False) -> Finding:
@@ -188,9 +209,10 @@ def _compare(
         divisors=divisors,
     )
     refused, place = ("", None) if reason else export.find_refusal(program)
-    if not refused or prove_onnx(finding, oracle) == "proven":
+    # of equal values ONNX takes others first, which these calls need not show
+    if not refused or (not uses_places_in_order(program) and prove_onnx(finding, oracle) == "proven"):
         return finding
-    return replace(finding, reason=refused, places=(place,) if place is not None else ())
+    return replace(finding, reason=refused, places=(place,) if place is not None else oracle.partings())
 
 
 def find_rank_change(oracle: Oracle) -> Finding | None:

@@ -147,9 +147,11 @@ def find_refusal(program: torch.export.ExportedProgram) -> tuple[str, SourceLine
         return "", None
     with tempfile.TemporaryDirectory(prefix="trueline-doctor-") as folder, silence_exporters():
         try:
-            torch_export.save(program, Path(folder) / "model.pt2")
+            torch_export.save(operators.as_aten(program), Path(folder) / "model.pt2")
         except CaptureError as error:
             return error.message.replace(f"{folder}/", ""), operators.line_of(program, error.message)
+        except Exception as error:  # noqa: BLE001 (blind except): whatever torch raises of a program is the reason
+            return f"torch cannot decompose the program: {first_line(error)}", None
     return "", None
 
 

@@ -110,7 +110,7 @@ def _try_candidates(
         except (SyntaxError, NameError) as error:
             search.refuse(candidate, error)
             continue
-        if not _agrees(search, module, candidate):
+        if not _agrees(search, module, candidate) or not _twins_agree(search, text, candidate):
             continue
         search.left -= 1
         after = examine(module, search.oracle)
@@ -131,6 +131,13 @@ def _try_candidates(
         if healed is not None:
             return healed
     return None
+
+
+def _twins_agree(search: _Search, text: str, candidate: Candidate) -> bool:
+    """Whether the files that have to answer alike do, or calls take both ways where that is enough."""
+    if candidate.ways is not None and _takes_both_ways(search, text, *candidate.ways):
+        return True
+    return all(_agrees(search, search.with_text(one), candidate) for one in candidate.alike)
 
 
 @contextlib.contextmanager

@@ -107,3 +107,20 @@ def test_an_autocast_and_a_vmap_inside_a_model_are_carried_out_in_its_program(tm
     session = open_session("torch_export", torch_export.emit(exported, tmp_path), exported.signature)
     proof = prove(session, eager, make_probes(eager.example, signature=exported.signature))
     assert proof.reason == ""
+
+
+class Turns(nn.Module):
+    """A vmap that converts its rows, whose dtype torch.export checks within it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        def turn(row: Tensor, here: Tensor) -> Tensor:
+            return torch.where(here > 0, row, 0.0).expand_as(row).to(row.dtype)
+
+        return torch.vmap(turn)(x, x.flip(1))
+
+
+def test_a_vmap_over_a_free_size_that_checks_a_dtype_is_saved(tmp_path: Path) -> None:
+    eager = EagerSession(Turns().eval(), torch.randn(3, 5), dynamic_shapes={"x": {1: "length"}})
+    exported = torch_export.export(eager.module, eager.calling)
+    torch_export.save(exported.program, tmp_path / "model.pt2")
+    assert not [node for node in exported.program.graph.nodes if "predispatch" in str(node.target)]

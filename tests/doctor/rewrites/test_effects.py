@@ -216,11 +216,14 @@ class Attends(nn.Module):
         return scores.softmax(-1) @ x
 
 
-class Notices(Attends):
+class Notices(nn.Module):
     """It matters whether there was a mask."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return x if unpadded(x) is None else x + 1
+        mask: Tensor | None = x[..., 0] > 0
+        if not mask.any():
+            mask = None
+        return x if mask is None else x + 1
 
 
 def test_a_mask_that_is_forgotten_where_it_masks_nothing_is_kept() -> None:

@@ -17,7 +17,7 @@ from trueline.doctor.survey import Survey, survey
 
 pytestmark = pytest.mark.slow
 MODELS = {one.name: one for one in research.SHELF.found}
-READY = ("Rounded", "ScaleSizes", "Square", "Thirds")
+READY = ("NumpyPositions", "Rounded", "ScaleSizes", "Square", "Thirds")
 """torch.export follows them as they stand."""
 BLOCKED = ("Halving",)
 """No rewrite is known."""

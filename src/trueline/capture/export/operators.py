@@ -48,7 +48,17 @@ def as_aten(program: torch.export.ExportedProgram) -> torch.export.ExportedProgr
         getattr(one, "__module__", "") == "torch._functorch.predispatch" for one in called
     )
     table = {one: EQUIVALENTS[one._schema.name] for one in custom}
+    for part in parts if wrapped else ():
+        _drop_dtype_checks(part)
     return program.run_decompositions(table) if table or wrapped else program
+
+
+def _drop_dtype_checks(part: torch.fx.GraphModule) -> None:
+    """Drops the checks of dtypes, which are the same in every call: within a vmap torch cannot decompose them where a
+    size is free."""
+    for node in part.graph.find_nodes(op="call_function", target=torch.ops.aten._assert_tensor_metadata.default):
+        part.graph.erase_node(node)
+    part.recompile()
 
 
 def _name_checks(part: torch.fx.GraphModule) -> None:

@@ -233,13 +233,13 @@ def blame(
     guilty = first_difference(calls, emit.values(exported, inputs, folder))
     if guilty is None and format == "openvino":
         return "the ONNX program agrees in ONNX Runtime, and not in OpenVINO", None
-    ties = TIES if _uses_places_in_order(exported) else ""
+    ties = TIES if uses_places_in_order(exported.program) else ""
     return f"the exported program agrees, its translation to ONNX does not{ties}", _submodule(eager, guilty)
 
 
-def _uses_places_in_order(exported: Exported) -> bool:
+def uses_places_in_order(program: torch.export.ExportedProgram) -> bool:
     """Whether something reads the places that an operator returns which leaves the order of equal values open."""
-    graphs = [part.graph for part in exported.program.graph_module.modules() if isinstance(part, torch.fx.GraphModule)]
+    graphs = [part.graph for part in program.graph_module.modules() if isinstance(part, torch.fx.GraphModule)]
     return any(
         node.target is operator.getitem
         and node.args[1] == 1

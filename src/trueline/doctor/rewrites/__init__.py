@@ -9,9 +9,11 @@ from trueline.doctor.rewrites.control import (
     effects,
     first_steps,
     folds,
+    growing,
     plain_forms,
     size_choices,
     while_loops,
+    windows,
 )
 from trueline.doctor.rewrites.loops import pairs, vectorize
 from trueline.doctor.rewrites.scope import Candidate, Scope, Spot
@@ -21,7 +23,9 @@ from trueline.doctor.rewrites.tensors import (
     masked_reduce,
     number_lists,
     numbers,
+    padded_records,
     plain_expressions,
+    ragged_parts,
     selections,
     size_tables,
 )
@@ -44,9 +48,13 @@ _FAMILIES: tuple[Callable[[Scope, Spot], Iterable[Candidate | None]], ...] = (
     branches.rewrites,
     selections.slice_pieces,
     masked_reduce.rewrites,
+    ragged_parts.rewrites,
+    padded_records.rewrites,
     longest.bound_by_sizes,
     numbers.keep_scalars,
     while_loops.rewrites,
+    windows.rewrites,
+    growing.rewrites,
     first_steps.rewrites,
     pairs.map_pairs,
     vectorize.rewrites,

@@ -113,6 +113,11 @@ def _tensor_use(node: ast.AST, name: str) -> ast.expr | ast.stmt | None:
     for written, tensor in ((name, name), *((one, f"{name}.flip(0)") for one in _write_turned(name))):
         if isinstance(node, ast.Call) and _joins(node, written):
             return join(node, tensor)
+        match node:  # of numbers, which are tensors without dimensions now
+            case ast.Call(func=ast.Attribute(value=ast.Name(id="torch"), attr="tensor" | "as_tensor"), args=[given]):
+                if ast.unparse(given) == written:
+                    options = ", ".join(ast.unparse(one) for one in node.keywords)
+                    return expression(f"{tensor}.to({options})" if options else tensor)
     text = ast.unparse(node)
     if isinstance(node, ast.IfExp) and ast.unparse(node.test) in (name, f"len({name})", f"len({name}) > 0"):
         inner = {id(one): swap for one in ast.walk(node.body) if (swap := _tensor_use(one, name)) is not None}
@@ -129,7 +134,7 @@ def begins(spot: Spot, name: str) -> list[ast.expr] | None:
         if isinstance(statement, ast.Assign | ast.AnnAssign) and name in stored_names(statement):
             given = [value for target, value in assignments(statement) if target == name]
             one = isinstance(statement, ast.AnnAssign) or len(statement.targets) == 1
-            return list(given[0].elts) if one and isinstance(given[0], ast.List) else None
+            return list(given[0].elts) if one and given and isinstance(given[0], ast.List) else None
         if any(isinstance(node, ast.Name) and node.id == name for node in ast.walk(statement)):
             return None
     return None

@@ -94,7 +94,7 @@ def _builtin(name: str, node: ast.Call, dependences: Sequence[str]) -> ast.AST:
     if name in ("max", "min") and len(node.args) == 2:
         which = 0 if dependences[0] in _NUMERIC else 1
         tensor, other = node.args[which], node.args[1 - which]
-        if dependences[1 - which] == "static":
+        if dependences[1 - which] in ("static", "size"):
             bound = "min" if name == "max" else "max"
             return expression(f"({ast.unparse(tensor)}).clamp({bound}={ast.unparse(other)})")
         pair = f"{ast.unparse(tensor)}, {ast.unparse(other)}"

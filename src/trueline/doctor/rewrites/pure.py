@@ -13,6 +13,7 @@ import torch
 
 from trueline.doctor.rewrites.appends import appended_by
 from trueline.doctor.rewrites.indices import is_full, is_whole, parts_of
+from trueline.doctor.rewrites.rowwise import selected_rows, treats_rows_alike
 from trueline.doctor.rewrites.scope import (
     Scope,
     arguments_text,
@@ -23,6 +24,8 @@ from trueline.doctor.rewrites.scope import (
     statements,
     stored_names,
     tensor_of,
+    value_of,
+    walk,
 )
 
 _NO_METHODS = ("requires_grad_", "retain_grad_", "share_memory_", "resize_")
@@ -108,12 +111,15 @@ def widen(scope: Scope, mask: ast.expr, like: ast.expr) -> str:
 
 
 def mask_store(scope: Scope, statement: ast.stmt) -> ast.stmt | None:
-    """`y[mask] = f(x[mask])` as `y = torch.where(mask, f(x), y)`; also `+=`."""
+    """`y[mask] = f(x[mask])` as `y = torch.where(mask, f(x), y)`; also `+=`. None where f sees more than one place."""
     written = element_value(statement)
     mask = mask_of(scope, written[0]) if written is not None else None
     if written is None or mask is None or not isinstance(written[0].value, ast.Name):
         return None
     masked, name = ast.dump(mask), written[0].value.id
+    over = scope.rank(mask.left if isinstance(mask, ast.Compare) else mask)
+    if not treats_rows_alike(scope, written[1], selected_rows(scope, mask, over)):
+        return None
 
     class Whole(ast.NodeTransformer):
         def visit_Subscript(self, node: ast.Subscript) -> ast.AST:
@@ -164,3 +170,45 @@ def _run(node: ast.AST) -> Iterator[ast.AST]:
     if not isinstance(node, ast.FunctionDef | ast.Lambda):
         for child in ast.iter_child_nodes(node):
             yield from _run(child)
+
+
+_MUTATE = (
+    "append", "extend", "insert", "pop", "remove", "clear", "update", "setdefault", "sort", "reverse", "write", "add",
+    "discard", "popleft", "appendleft", "load_state_dict", "register_buffer", "backward",
+)  # fmt: skip
+"""Methods that change an object which is no tensor."""
+_BUILTINS = ("int", "float", "bool", "len", "min", "max", "abs", "range", "round", "sum", "zip", "enumerate", "tuple")
+
+
+def writes_by_call(scope: Scope, statement: ast.stmt) -> bool:
+    """Whether evaluating what the statement itself evaluates may write into something, by a call that is not known to
+    compute only. Of a call for its effect its arguments count."""
+    match statement:
+        case ast.Expr(value=ast.Call(args=args, keywords=keywords)):
+            evaluated: list[ast.AST] = [*args, *keywords]
+        case _:
+            evaluated = [one for one in ast.iter_child_nodes(statement) if not isinstance(one, ast.stmt)]
+    return not all(_computes(scope, one) for one in walk(evaluated))
+
+
+def _computes(scope: Scope, node: ast.AST) -> bool:
+    if isinstance(node, ast.NamedExpr | ast.Yield | ast.YieldFrom | ast.Await | ast.Lambda):
+        return False
+    if not isinstance(node, ast.Call) or isinstance(value_of(node.func, scope.seen), torch.nn.Module):
+        return True
+    match node.func:
+        case ast.Name(id=name):
+            return name in _BUILTINS
+        case ast.Attribute(value=owner, attr=how):
+            unknown = tensor_of(owner, scope) is None and (_root(owner) == "self" or how in _MUTATE)
+            return not unknown and not (how.endswith("_") and not how.endswith("__"))
+        case ast.Subscript(value=parts):
+            return isinstance(value_of(parts, scope.seen), torch.nn.ModuleList | torch.nn.ModuleDict)
+    return False
+
+
+def _root(node: ast.expr) -> str:
+    """The name that an expression of attributes, elements and calls begins with."""
+    while isinstance(node, ast.Attribute | ast.Subscript | ast.Call):
+        node = node.func if isinstance(node, ast.Call) else node.value
+    return node.id if isinstance(node, ast.Name) else ""

@@ -35,6 +35,10 @@ class Candidate:
     """Whether it frees a size: other code may then accept only multiples."""
     witness: str = ""
     """The file in which calls that the edit makes a difference to raise: it is proven only if there is one."""
+    alike: tuple[str, ...] = ()
+    """Files with other values where the edit says that they change nothing: they have to answer alike."""
+    ways: tuple[int, int] | None = None
+    """Lines of a condition and of its body: where calls took both ways, `alike` is not needed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

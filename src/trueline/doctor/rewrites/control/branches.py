@@ -12,6 +12,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from trueline.doctor.rewrites.appends import appended_by
+from trueline.doctor.rewrites.control.no_change import Nothing, is_remainder, nothing_where, read_beyond
+from trueline.doctor.rewrites.control.same_form import check_forms
 from trueline.doctor.rewrites.predicate import predicate, without_numbers
 from trueline.doctor.rewrites.pure import pure
 from trueline.doctor.rewrites.scope import (
@@ -60,7 +62,7 @@ def rewrites(scope: Scope, spot: Spot) -> Iterator[Candidate | None]:
     calls = [node for way in ways[:2] for node in walk(way) if isinstance(node, ast.Call)]
     yield _one_place(scope, statement)
     yield _one_append(scope, statement)
-    where, always = _select_by_where(scope, spot, statement, ways), _run_always(scope, statement)
+    where, always = _select_by_where(scope, spot, statement, ways), _run_always(scope, spot, statement)
     cond = _run_one_branch(scope, spot, statement, ways)
     heavy = cond is not None and any(ast.unparse(call.func).startswith("self.") for call in calls)
     yield from (cond, where, always) if heavy else (where, always, cond)
@@ -92,9 +94,8 @@ def _one_append(scope: Scope, statement: ast.If) -> Candidate | None:
     if found is None:
         return None
     name, value = found
-    return scope.candidate(
-        [statement], statements(f"{name}.append({ast.unparse(value)})"), _where_words(statement.test)
-    )
+    new = statements(f"{name}.append({ast.unparse(value)})")
+    return check_forms(scope, [statement], new, _where_words(statement.test), _lines(statement))
 
 
 def _choose_appended(scope: Scope, statement: ast.stmt) -> tuple[str, ast.expr] | None:
@@ -132,7 +133,12 @@ def _select_by_where(scope: Scope, spot: Spot, statement: ast.If, ways: Ways) ->
         new = _where(scope, statement.test, body, other, known, read_later(spot, end))
     except NotStraight:
         return None
-    return scope.candidate(spot.block[spot.index : end], new, _where_words(statement.test))
+    block = spot.block[spot.index : end]
+    return check_forms(scope, block, new, _where_words(statement.test), _lines(statement))
+
+
+def _lines(statement: ast.If) -> tuple[int, int]:
+    return statement.test.lineno, statement.body[0].lineno
 
 
 def _where(
@@ -282,27 +288,43 @@ def _assignments(statement: ast.stmt) -> list[tuple[str, ast.expr]]:
     raise NotStraight(f"`{ast.unparse(statement).splitlines()[0]}` is not an assignment to a name")
 
 
-def _run_always(scope: Scope, statement: ast.If) -> Candidate | None:
-    """The body without its condition, where it changes nothing when the condition is false."""
-    both = (statement.test.lineno, statement.body[0].lineno)
+def _run_always(scope: Scope, spot: Spot, statement: ast.If) -> Candidate | None:
+    """The body without its condition, where it changes nothing when the condition is false: at all values, as the
+    statements say. Calls have to take both ways, since the body may raise there."""
+    both = _lines(statement)
     if statement.orelse or _returns(statement.body) or both[0] == both[1]:
         return None
-    body = [_Padding(statement.test).visit(copy.deepcopy(one)) for one in statement.body]
+    padding = _Padding(scope, statement.test)
+    body = [padding.visit(copy.deepcopy(one)) for one in statement.body]
+    known = nothing_where(scope, statement.test, holds=False).join(Nothing(zero=padding.zero))
+    if not known.changes_nothing(scope, body, read_beyond(spot)):
+        return None
     words = f"the body of `if {ast.unparse(statement.test)}` changes nothing where it is false, and runs always"
     return scope.candidate([statement], body, words, both)
 
 
 class _Padding(ast.NodeTransformer):
     """`k - n % k`, the distance to the next multiple, as `-n % k`, which is 0 where n is a multiple; under
-    `if n < k`, `k - n` as 0 where n is above."""
+    `if n < k`, `k - n` as 0 where n is above, and so a size `m` under `if m > 0`."""
 
-    def __init__(self, test: ast.expr) -> None:
+    def __init__(self, scope: Scope, test: ast.expr) -> None:
         self.distance = ""
         match test:
+            case ast.Compare(left=ast.Name(id=size), ops=[ast.Gt() | ast.GtE()], comparators=[ast.Constant()]):
+                self.distance = "" if is_remainder(scope, size) else size
             case ast.Compare(left=size, ops=[ast.Lt() | ast.LtE()], comparators=[least]):
                 self.distance = ast.unparse(ast.BinOp(left=least, op=ast.Sub(), right=size))
             case ast.Compare(left=least, ops=[ast.Gt() | ast.GtE()], comparators=[size]):
                 self.distance = ast.unparse(ast.BinOp(left=least, op=ast.Sub(), right=size))
+
+    @property
+    def zero(self) -> frozenset[str]:
+        """The distances that are 0 where the test is false."""
+        return frozenset([f"torch.sym_max({self.distance}, 0)"] if self.distance else [])
+
+    def visit_Name(self, node: ast.Name) -> ast.AST:
+        named = node.id == self.distance and isinstance(node.ctx, ast.Load)
+        return expression(f"torch.sym_max({self.distance}, 0)") if named else node
 
     def visit_BinOp(self, node: ast.BinOp) -> ast.AST:
         self.generic_visit(node)
@@ -365,4 +387,4 @@ def _ternaries(scope: Scope, spot: Spot) -> Candidate | None:
 
     new = Choose().visit(copy.deepcopy(spot.statement))
     words = f"`… if {tests[0]} else …` chooses with torch.where" if tests else ""
-    return scope.candidate([spot.statement], [new], words) if tests else None
+    return check_forms(scope, [spot.statement], [new], words) if tests else None

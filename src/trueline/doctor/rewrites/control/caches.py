@@ -1,14 +1,14 @@
 """A value that is kept from call to call by a size (`if n not in self.kept: self.kept[n] = table(n)`) is computed at
 every call.
 
-Condition: what is kept depends on the key alone. The proof compares calls of several sizes in their order.
+Condition: what is kept depends on the key alone, as the code says: on nothing else that differs between calls.
 """
 
 import ast
 import copy
 from collections.abc import Iterator, Sequence
 
-from trueline.doctor.rewrites.scope import Candidate, Scope, Spot, first_line, parameters, stored_names
+from trueline.doctor.rewrites.scope import Candidate, Scope, Spot, assignments, first_line, parameters, stored_names
 
 
 def leave_out(scope: Scope, spot: Spot) -> Iterator[Candidate | None]:
@@ -34,7 +34,9 @@ def _of_none(scope: Scope, spot: Spot, words: str) -> Candidate | None:
         case (
             ast.Assign(
                 targets=[ast.Name(id=name)],
-                value=ast.Call(func=ast.Attribute(value=kept, attr="get"), args=[_] | [_, ast.Constant(value=None)]),
+                value=ast.Call(
+                    func=ast.Attribute(value=kept, attr="get"), args=[key] | [key, ast.Constant(value=None)]
+                ),
             ),
             ast.If(
                 test=ast.Compare(left=ast.Name(id=asked), ops=[ast.Is()], comparators=[ast.Constant(value=None)]),
@@ -43,7 +45,8 @@ def _of_none(scope: Scope, spot: Spot, words: str) -> Candidate | None:
             ),
         ) if name == asked and _keeps(scope, kept):
             new = _without_stores(body, kept)
-            return scope.candidate(spot.block[at : at + 2], new, words) if name in stored_names(new) else None
+            right = name in stored_names(new) and _depends_on_key(scope, key, new)
+            return scope.candidate(spot.block[at : at + 2], new, words) if right else None
     return None
 
 
@@ -51,20 +54,24 @@ def _of_error(scope: Scope, statement: ast.Try) -> list[ast.stmt] | None:
     """`try: t = self.kept[n]`, `except KeyError: …`: what the handler does."""
     match statement:
         case ast.Try(
-            body=[ast.Assign(value=ast.Subscript(value=kept)) | ast.Return(value=ast.Subscript(value=kept))],
+            body=[
+                ast.Assign(value=ast.Subscript(value=kept, slice=key))
+                | ast.Return(value=ast.Subscript(value=kept, slice=key))
+            ],
             handlers=[ast.ExceptHandler(type=ast.Name(id="KeyError" | "LookupError"), body=body)],
             orelse=[],
             finalbody=[],
         ) if _keeps(scope, kept):
-            return _without_stores(body, kept)
+            new = _without_stores(body, kept)
+            return new if _depends_on_key(scope, key, new) else None
     return None
 
 
 def _of_default(scope: Scope, statement: ast.Assign) -> ast.expr | None:
     """The value of `t = self.kept.setdefault(n, table(n))`."""
     match statement.value:
-        case ast.Call(func=ast.Attribute(value=kept, attr="setdefault"), args=[_, value]) if _keeps(scope, kept):
-            return value
+        case ast.Call(func=ast.Attribute(value=kept, attr="setdefault"), args=[key, value]) if _keeps(scope, kept):
+            return value if _depends_on_key(scope, key, [ast.Expr(value=value)]) else None
     return None
 
 
@@ -97,8 +104,8 @@ def _of_element(scope: Scope, spot: Spot, statement: ast.If) -> list[ast.stmt] |
     if isinstance(operator, ast.In):
         returns = len(statement.body) == 1 and isinstance(statement.body[0], ast.Return)
         rest = [copy.deepcopy(one) for one in spot.rest if not ast.unparse(one).startswith(f"{ast.unparse(cell)} = ")]
-        return rest if returns and rest else None
-    if statement.orelse:
+        return rest if returns and rest and _depends_on_key(scope, key, rest) else None
+    if statement.orelse or not _depends_on_key(scope, key, statement.body):
         return None
     name = scope.fresh(f"{ast.unparse(kept).rpartition('.')[2].strip('_').lower()}_here")
     new = [_Named(ast.dump(cell), name).visit(copy.deepcopy(one)) for one in (*statement.body, *spot.rest)]
@@ -110,6 +117,44 @@ def _of_element(scope: Scope, spot: Spot, statement: ast.If) -> list[ast.stmt] |
         if isinstance(target, ast.Name) and target.id == name
     ]
     return new if stores else None
+
+
+_OF_A_KIND = ("new_zeros", "new_ones", "new_full", "new_empty", "new_tensor", "to", "type_as")
+"""Methods that take device and dtype of a tensor, which a key does not name either."""
+
+
+def _depends_on_key(scope: Scope, key: ast.expr, block: Sequence[ast.stmt]) -> bool:
+    """Whether what `block` computes depends on the key alone, beside what is the same in every call."""
+    given = dict[str, list[ast.expr]]()
+    for name, value in assignments(scope.function):
+        given.setdefault(name, []).append(value)
+    own = parameters(scope.function) | set(given)
+    texts = {ast.unparse(one) for one in ast.walk(key) if isinstance(one, ast.expr)}
+    for name in [text for text in texts if len(given.get(text, [])) == 1]:
+        texts.add(ast.unparse(given[name][0]))
+    made: set[str] = set()
+
+    def is_known(node: ast.AST, depth: int = 8) -> bool:
+        if isinstance(node, ast.expr) and ast.unparse(node) in texts - {"self"}:
+            return True
+        match node:
+            case ast.Name(id=name):
+                if name not in own or name == "self" or name in made or isinstance(node.ctx, ast.Store):
+                    return True
+                return depth > 0 and name in given and all(is_known(one, depth - 1) for one in given[name])
+            case ast.Attribute(attr="device" | "dtype"):
+                return True
+            case ast.Call(func=ast.Attribute(value=owner, attr=how), args=args, keywords=keywords) if how in _OF_A_KIND:
+                kept = [one for one in args if not (how in ("to", "type_as") and isinstance(one, ast.Name))]
+                rest = [*kept, *keywords, *([owner] if how in ("to", "type_as") else [])]
+                return all(is_known(one, depth) for one in rest)
+        return all(is_known(one, depth) for one in ast.iter_child_nodes(node))
+
+    for statement in block:
+        if not is_known(statement):
+            return False
+        made |= {*stored_names(statement)} if isinstance(statement, ast.Assign) else set()
+    return True
 
 
 def _keeps(scope: Scope, node: ast.expr) -> bool:

@@ -22,6 +22,8 @@ import builtins
 import copy
 from collections.abc import Iterator, Sequence
 
+from trueline.doctor.rewrites.control.dropped_masks import is_dropped_mask
+from trueline.doctor.rewrites.control.no_change import nothing_where, read_beyond
 from trueline.doctor.rewrites.scope import (
     Candidate,
     Scope,
@@ -32,7 +34,6 @@ from trueline.doctor.rewrites.scope import (
     loaded_names,
     statements,
 )
-from trueline.doctor.rewrites.tensors.masked_part import mask_rank
 
 _REPORTING = ("print", "warn", "debug", "info", "warning", "error", "critical", "exception", "log")
 _REPORTERS = ("warnings", "logging", "logger", "log", "LOG", "LOGGER")
@@ -54,7 +55,8 @@ def leave_out(scope: Scope, spot: Spot) -> Iterator[Candidate | None]:
         yield scope.candidate([statement], left_out, words)
     elif isinstance(statement, ast.If):
         if not statement.orelse and isinstance(statement.body[0], ast.Continue):
-            if _selects_nothing(scope, statement.test):
+            known = nothing_where(scope, statement.test, holds=True)
+            if known.changes_nothing(scope, spot.rest, read_beyond(spot, rest=False)):
                 words = f"{head}: continue` is left out: the rest of the step changes nothing there"
                 yield scope.candidate([statement], left_out, words)
             if spot.rest:
@@ -62,7 +64,7 @@ def leave_out(scope: Scope, spot: Spot) -> Iterator[Candidate | None]:
                 branch = ast.If(test=test, body=copy.deepcopy(spot.rest), orelse=[])
                 words = f"{head}: continue` is a condition of the rest of the step"
                 yield scope.candidate([statement, *spot.rest], [branch], words)
-        elif _drops(scope, statement):
+        elif is_dropped_mask(scope, spot):
             both = (statement.test.lineno, statement.body[0].lineno)
             name = ast.unparse(statement.body[0]).partition(" ")[0]
             words = f"{head}: {name} = None` is left out: `{name}` changes nothing there"
@@ -117,43 +119,6 @@ def _as_tensor_test(test: ast.expr) -> str:
         case ast.BoolOp(op=op, values=values):
             return (" & " if isinstance(op, ast.And) else " | ").join(f"({_as_tensor_test(one)})" for one in values)
     return ast.unparse(test)
-
-
-def _selects_nothing(scope: Scope, test: ast.expr) -> bool:
-    """Whether it asks if there is anything to do: operations on nothing change nothing, at any values. Any other step
-    that values skip may change something at values that no probe holds."""
-    match test:
-        case ast.Compare(left=count, ops=[ast.Eq()], comparators=[ast.Constant(value=0)]):
-            return _counts(scope, count)
-        case ast.UnaryOp(op=ast.Not(), operand=ast.Call(func=ast.Attribute(attr="any"), args=[])):
-            return True
-        case ast.UnaryOp(op=ast.Not(), operand=ast.Call() as count):
-            return _counts(scope, count)
-    return False
-
-
-def _counts(scope: Scope, node: ast.expr) -> bool:
-    match node:
-        case (
-            ast.Call(func=ast.Attribute(value=inner, attr="item"), args=[])
-            | ast.Call(func=ast.Name(id="int"), args=[inner])
-        ):
-            return _counts(scope, inner)
-        case ast.Call(func=ast.Attribute(value=mask, attr="sum"), args=[], keywords=[]):
-            return mask_rank(scope, mask) is not None
-        case ast.Call(func=ast.Name(id="len") | ast.Attribute(attr="numel" | "nelement" | "size")):
-            return True
-        case ast.Subscript(value=ast.Attribute(attr="shape")):
-            return True
-    return False
-
-
-def _drops(scope: Scope, statement: ast.If) -> bool:
-    """Whether it only drops a tensor, where values decide so: `if not mask.any(): mask = None`."""
-    match statement:
-        case ast.If(body=[ast.Assign(targets=[ast.Name(id=name)], value=ast.Constant(value=None))], orelse=[]):
-            return scope.depends_on(statement.test) == "tensor" and name in loaded_names(statement.test)
-    return False
 
 
 _WITH_INFO = {

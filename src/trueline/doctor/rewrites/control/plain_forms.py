@@ -21,6 +21,7 @@ from trueline.doctor.rewrites.comprehensions import NamedRows
 from trueline.doctor.rewrites.control.folds import rows_of
 from trueline.doctor.rewrites.control.matches import as_ifs
 from trueline.doctor.rewrites.control.while_loops import mask_steps
+from trueline.doctor.rewrites.rowwise import selected_rows, treats_rows_alike
 from trueline.doctor.rewrites.scope import (
     Candidate,
     Compound,
@@ -49,7 +50,7 @@ def rewrites(scope: Scope, spot: Spot) -> Iterator[Candidate | None]:
     words = f"`{first_line(statement).rstrip(':')}` in a plainer form"
     made: list[list[ast.stmt] | None] = []
     if isinstance(statement, ast.While):
-        made = [_counted_for(scope, spot, statement), _unroll_while(scope, spot, statement)]
+        made = [form(scope, spot, statement) for form in (_counted_for, _unroll_while, _steps_of_while)]
     elif isinstance(statement, ast.Match):
         made = [as_ifs(scope, statement)]
     elif isinstance(statement, ast.For):
@@ -105,6 +106,25 @@ def _counted_for(scope: Scope, spot: Spot, loop: ast.While) -> list[ast.stmt] | 
     name, start, end = found
     bounds = ast.unparse(end) if start == "0" else f"{start}, {ast.unparse(end)}"
     return [_for(name, f"range({bounds})", loop.body[:-1])]
+
+
+def _steps_of_while(scope: Scope, spot: Spot, loop: ast.While) -> list[ast.stmt] | None:
+    """`while i < 6: …; i += 1; if p: break` as `for _ in range(6): …; i += 1; if p: break`: every step counts once."""
+    match loop:
+        case ast.While(
+            test=ast.Compare(left=ast.Name(id=name), ops=[ast.Lt() | ast.LtE() as op], comparators=[end]), orelse=[]
+        ) if scope.depends_on(end) in ("static", "size"):
+            pass
+        case _:
+            return None
+    start, read = _number_before(spot, name), set(loaded_names(end))
+    counts = [one for one in loop.body if ast.unparse(one) in (f"{name} += 1", f"{name} = {name} + 1")]
+    others = [one for one in loop.body if one not in counts]
+    jumps = any(isinstance(node, ast.Continue) for one in loop.body for node in ast.walk(one))
+    if start is None or len(counts) != 1 or jumps or {name, *read} & {*stored_names(others)}:
+        return None
+    bounds = f"range({start}, {ast.unparse(end)}{' + 1' if isinstance(op, ast.LtE) else ''})".replace("(0, ", "(")
+    return [_for(scope.fresh("_step"), bounds, loop.body)]
 
 
 def _for(name: str, source: str, body: Sequence[ast.stmt]) -> ast.For:
@@ -234,9 +254,6 @@ def _without_decorator(scope: Scope, statement: ast.stmt) -> Candidate | None:
     return None
 
 
-# ---- for
-
-
 def _mask_of_loop(scope: Scope, source: ast.expr) -> str | None:
     """The mask whose places `mask.nonzero().flatten().tolist()` lists."""
     text = ast.unparse(tensor_of_list(source))
@@ -262,7 +279,10 @@ def _over_mask(scope: Scope, loop: ast.For) -> list[ast.stmt] | None:
     at, names = ast.unparse(loop.target).strip("()"), set(stored_names(loop.target))
     if mask is None or loop.orelse:
         return None
-
+    rows = selected_rows(scope, loop.target, len(names))
+    values = [one.value for one in loop.body if isinstance(one, ast.Assign)]
+    if not all(treats_rows_alike(scope, value, rows) for value in values):
+        return None
     new = [_Masked(at, mask).visit(copy.deepcopy(one)) for one in loop.body]
     stores = all(isinstance(one, ast.Assign) and isinstance(one.targets[0], ast.Subscript) for one in new)
     return new if stores and not names & set(loaded_names(new)) else None

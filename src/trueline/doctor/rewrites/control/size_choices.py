@@ -6,22 +6,26 @@
     else:
         whole = n
 
-Condition: with the sizes of the other way the body's other statements change nothing. Calls take both ways.
+Condition: with the sizes of the other way the body's other statements change nothing, at any values. Calls take both
+ways.
 """
 
 import ast
 import copy
 from collections.abc import Iterator, Mapping
 
+from trueline.doctor.rewrites.control.no_change import Nothing, read_beyond
 from trueline.doctor.rewrites.scope import (
     Candidate,
     Scope,
     Spot,
     assign,
     assignments,
-    bound_before,
     expression,
+    loaded_names,
+    named_value,
     statements,
+    stored_names,
 )
 
 _COMPARED: Mapping[type[ast.cmpop], str] = {
@@ -40,25 +44,54 @@ def choose_sizes(scope: Scope, spot: Spot) -> Iterator[Candidate | None]:
     branch = spot.statement
     if not isinstance(branch, ast.If) or scope.depends_on(branch.test) != "size":
         return
-    flag, known = _flag(branch.test), bound_before(spot, scope.function)
+    flag, before = _flag(branch.test), _numbers_before(spot)
     others = {name: value for one in branch.orelse for name, value in assignments(one)}
     name = scope.fresh("more")
-    new, chosen = [], False
+    new, kept, nothing = [], list[ast.stmt](), Nothing(zero=frozenset([name]))
     for statement in branch.body:
         pairs = [*assignments(statement)] if isinstance(statement, ast.Assign) else []
         if not pairs or any(scope.depends_on(value) != "size" for _, value in pairs):
             new.append(copy.deepcopy(statement))
+            kept.append(statement)
             continue
         for target, value in pairs:
-            if target not in others and target not in known:
+            if kept or (target not in others and target not in before):
                 return
-            other = ast.unparse(others[target]) if target in others else target
-            new.append(assign(target, expression(f"{other} + ({ast.unparse(value)} - ({other})) * {name}")))
-            chosen = True
-    if chosen and flag:
-        words = f"`if {ast.unparse(branch.test)}` chooses sizes by arithmetic"
-        lines = branch.test.lineno, branch.body[0].lineno
-        yield scope.candidate([branch], [*statements(f"{name} = {flag}"), *new], words, lines)
+            other = others.get(target) or before[target]
+            nothing = nothing.join(Nothing(values={target: other}))
+            shown = ast.unparse(other) if target in others else target
+            new.append(assign(target, expression(f"{shown} + ({ast.unparse(value)} - ({shown})) * {name}")))
+    same = {_same_in_both(one, others, nothing) for one in kept}
+    kept = [one for one in kept if not _same_in_both(one, others, nothing)]
+    chosen = {*nothing.values} | same
+    # what the other way does beside choosing these sizes would be lost
+    alone = all(isinstance(one, ast.Assign) and {*stored_names(one)} <= chosen for one in branch.orelse)
+    if not (nothing.values and flag and alone) or not nothing.changes_nothing(scope, kept, read_beyond(spot)):
+        return
+    words = f"`if {ast.unparse(branch.test)}` chooses sizes by arithmetic"
+    lines = branch.test.lineno, branch.body[0].lineno
+    yield scope.candidate([branch], [*statements(f"{name} = {flag}"), *new], words, lines)
+
+
+def _same_in_both(statement: ast.stmt, others: Mapping[str, ast.expr], nothing: Nothing) -> str:
+    """The name that the statement gives what the other way gives it, with the sizes of that way."""
+    named = named_value(statement) if isinstance(statement, ast.Assign) else None
+    other = None if named is None else others.get(named[0])
+    if named is None or not isinstance(other, ast.Name):
+        return ""
+    return named[0] if nothing.is_same(other.id, named[1]) else ""
+
+
+def _numbers_before(spot: Spot) -> dict[str, ast.expr]:
+    """What names were given last before the statement, in its block, as far as that has not changed since."""
+    given: dict[str, ast.expr] = {}
+    for statement in spot.block[: spot.index]:
+        stored = {*stored_names(statement)}
+        given = {name: value for name, value in given.items() if not stored & {name, *loaded_names(value)}}
+        named = named_value(statement) if isinstance(statement, ast.Assign) else None
+        if named is not None and named[0] not in loaded_names(named[1]):
+            given[named[0]] = named[1]
+    return given
 
 
 def _flag(test: ast.expr) -> str:

@@ -39,10 +39,18 @@ def rewrites(scope: Scope, spot: Spot) -> Iterator[Candidate | None]:
     if isinstance(loop, ast.For):
         new = _mask_after_break(scope, spot, loop)
         words = "`break` becomes a mask: values that are done stay"
-        masked = scope.candidate([loop], new, words) if new else None
+        masked = scope.candidate([loop], new, words, _ends_and_appends(loop)) if new else None
         yield masked or _early_return(scope, spot, loop) or _counted_while(scope, spot, loop)
     elif isinstance(loop, ast.While):
         yield _while(scope, spot, loop)
+
+
+def _ends_and_appends(loop: ast.For) -> tuple[int, int] | None:
+    """Lines of the test and of the `break` of a loop that appends, or does something before it ends: calls have to take
+    both ways, which shows whether the steps after the end may append zeros, and the shapes of what is done."""
+    end = next(one for one in loop.body if isinstance(one, ast.If) and _breaks(one))
+    appends = any(appended_by(node) is not None for node in ast.walk(loop))
+    return (end.test.lineno, end.body[-1].lineno) if appends or len(end.body) > 1 else None
 
 
 def _early_return(scope: Scope, spot: Spot, loop: ast.For) -> Candidate | None:
@@ -67,7 +75,8 @@ def _early_return(scope: Scope, spot: Spot, loop: ast.For) -> Candidate | None:
     block = [*spot.block[: spot.index], *first, changed, *rest]
     new = _mask_after_break(scope, Spot(block=block, index=spot.index + 1, outer=spot.outer), changed)
     words = "`return` in the loop becomes a mask: the value that was found is kept"
-    return scope.candidate(spot.block[spot.index :], [*first, *new, *rest], words) if new else None
+    lines = end.test.lineno, end.body[-1].lineno
+    return scope.candidate(spot.block[spot.index :], [*first, *new, *rest], words, lines) if new else None
 
 
 def _mask_after_break(scope: Scope, spot: Spot, loop: ast.For) -> list[ast.stmt] | None:
@@ -90,6 +99,8 @@ def _mask_after_break(scope: Scope, spot: Spot, loop: ast.For) -> list[ast.stmt]
     done = scope.fresh("done")
     body = mask_steps(scope, done, names, whole[: at[0]])
     test = f"({ast.unparse(predicate(end.test, scope))})"
+    if ".item()" in ast.unparse(end.test):  # of a tensor of one element, which may have dimensions
+        test = f"{test}.reshape(())"
     if last:
         ends = scope.fresh("ends")
         body += statements(f"{ends} = {test} & ~{done}")

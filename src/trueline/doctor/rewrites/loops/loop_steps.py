@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from trueline.doctor.rewrites.appends import appended_by
-from trueline.doctor.rewrites.indices import is_full, is_whole, locate, shift_of
+from trueline.doctor.rewrites.indices import is_full, is_whole, locate, shift_of, size_of
 from trueline.doctor.rewrites.loops.recurrences import Table, fill_again, like_row, tables, under_mask
 from trueline.doctor.rewrites.predicate import without_numbers
 from trueline.doctor.rewrites.pure import has_effects, pure
@@ -64,6 +64,8 @@ class Steps:
     """Whether the counter counts the steps of a tensor."""
     numbers: bool = False
     """Whether the steps run over numbers taken out of a tensor of one dimension."""
+    longer: bool = False
+    """Whether a tensor has more rows than there are steps."""
 
     @property
     def may_be_none(self) -> bool:
@@ -90,7 +92,8 @@ class Steps:
         tensor, axis = self.slices[part]
         moved = f"{tensor}.movedim({axis}, 0)" if axis else tensor
         shift, length = self.shifts.get(part, 0), self.length
-        if length is not None and (self.start or shift or self.stride > 1 or isinstance(length, ast.BinOp)):
+        cut = self.start or shift or self.stride > 1 or self.longer or isinstance(length, ast.BinOp)
+        if length is not None and cut:
             strides = f":{self.stride}" if self.stride > 1 else ""
             moved = f"{moved}[{_plus(self.start or '0', shift)}:{_plus(ast.unparse(length), shift)}{strides}]"
         return f"{moved}.flip(0)" if self.backwards else moved
@@ -165,6 +168,8 @@ def split_loop(scope: Scope, loop: ast.For) -> Steps | None:
     for name, table in known.items():
         _collect_rows(scope, steps, name, table)
     steps.uses_index = steps.index is not None and steps.index in loaded_names(steps.body)
+    sizes = {size_of(scope, tensor, axis) for tensor, axis in steps.slices.values()}
+    steps.longer = not steps.enumerated and (len(sizes) > 1 or max(steps.shifts.values(), default=0) > 0)
     return steps
 
 

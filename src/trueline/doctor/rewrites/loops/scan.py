@@ -25,6 +25,7 @@ from trueline.doctor.rewrites.scope import (
     statements,
     stored_names,
     substitute,
+    tensor_of,
     walk,
 )
 
@@ -84,7 +85,10 @@ def _is_number(held: object) -> bool:
 
 def copies(scope: Scope, spot: Spot, steps: Steps, state: list[str]) -> list[ast.stmt]:
     """Copies of outer tensors that a step reads and that share memory (`a, b = self.pair`): scan accepts no two of
-    these."""
+    these. Views that the step takes of the model's own tensors (`self.F.T`) get a name before the loop."""
+    views = _Views(scope)
+    steps.body = [views.visit(one) for one in steps.body]
+    named = [one for text, name in views.names.items() for one in statements(f"{name} = {text}.clone()")]
     given = {*steps.slices, *state, *stored_names(steps.body)}
     known = bound_before(spot, scope.function)
     memory: dict[int, list[str]] = {}
@@ -93,7 +97,34 @@ def copies(scope: Scope, spot: Spot, steps: Steps, state: list[str]) -> list[ast
         if name not in given and name in known and isinstance(held, torch.Tensor):
             memory.setdefault(held.untyped_storage().data_ptr(), []).append(name)
     shared = [name for names in memory.values() if len(names) > 1 for name in names]
-    return [one for name in shared for one in statements(f"{name} = {name}.clone()")]
+    return named + [one for name in shared for one in statements(f"{name} = {name}.clone()")]
+
+
+class _Views(ast.NodeTransformer):
+    """Names views of tensors of the model, by their source."""
+
+    def __init__(self, scope: Scope) -> None:
+        self.scope = scope
+        self.names: dict[str, str] = {}
+
+    def visit_Attribute(self, node: ast.Attribute) -> ast.AST:
+        turned = node.attr in ("T", "mT") and self._is_own(node.value)
+        return self._name(node, node.value, node.attr) if turned else self.generic_visit(node)
+
+    def visit_Call(self, node: ast.Call) -> ast.AST:
+        match node:
+            case ast.Call(func=ast.Attribute(value=owner, attr="t" | "transpose" | "unsqueeze" as how), args=args):
+                fixed = all(isinstance(one, ast.Constant | ast.UnaryOp) for one in args)
+                if fixed and not node.keywords and self._is_own(owner):
+                    return self._name(node, owner, how)
+        return self.generic_visit(node)
+
+    def _is_own(self, node: ast.expr) -> bool:
+        return ast.unparse(node).startswith("self.") and tensor_of(node, self.scope) is not None
+
+    def _name(self, node: ast.expr, owner: ast.expr, how: str) -> ast.AST:
+        name = f"{ast.unparse(owner).rpartition('.')[2]}_{how}"
+        return expression(self.names.setdefault(ast.unparse(node), self.scope.fresh(name)))
 
 
 def scan(
@@ -258,13 +289,16 @@ class Picked(ast.NodeTransformer):
         self.index, self.least, self.given = index, least, given
 
     def visit_Call(self, node: ast.Call) -> ast.AST:
-        """`torch.full_like(x, t)`, which would take the number out."""
+        """`torch.full_like(x, t)` and `torch.full(shape, t)`, which would take the number out."""
         self.generic_visit(node)
-        if ast.unparse(node.func) != "torch.full_like" or len(node.args) != 2 or node.keywords:
+        called = ast.unparse(node.func)
+        if called not in ("torch.full_like", "torch.full") or len(node.args) != 2 or node.keywords:
             return node
         like, value = (ast.unparse(one) for one in node.args)
         if self.index not in loaded_names(node.args[1]):
             return node
+        if called == "torch.full":
+            return expression(f"torch.as_tensor({value}).expand({like})")
         return expression(f"torch.as_tensor({value}).to({like}.dtype).expand_as({like})")
 
     def visit_Subscript(self, node: ast.Subscript) -> ast.AST:

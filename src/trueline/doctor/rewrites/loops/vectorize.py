@@ -33,6 +33,7 @@ from trueline.doctor.rewrites.loops.scan import (
     sources_of,
 )
 from trueline.doctor.rewrites.pure import has_effects
+from trueline.doctor.rewrites.rowwise import steps_are_alike
 from trueline.doctor.rewrites.scope import (
     Candidate,
     Compound,
@@ -84,6 +85,10 @@ def _vectorize(scope: Scope, spot: Spot, loop: ast.For) -> Candidate | None:
     if joined is None:
         return None
     call = joined[1]
+    ranks = {part: (scope.rank(expression(tensor)), axis) for part, (tensor, axis) in steps.slices.items()}
+    inner = {part: rank - 1 - axis for part, (rank, axis) in ranks.items() if rank is not None}
+    if len(inner) < len(ranks) or not steps_are_alike(scope, steps.body, inner):
+        return None
     whole = {part: expression(tensor) for part, (tensor, _) in steps.slices.items()}
     axes = {axis for _, axis in steps.slices.values()}
     given = [*call.args[1:], *(k.value for k in call.keywords)]
@@ -254,7 +259,7 @@ def _consumed_name(loop: ast.While) -> str | None:
 
 def _scan_worklist(scope: Scope, spot: Spot, loop: ast.While, order: str) -> Candidate | None:
     head = kept = mask = marked = None
-    rest = order
+    rest, cut = order, False
     body: list[ast.stmt] = []
     for statement in loop.body:
         appended = appended_by(statement)
@@ -264,12 +269,12 @@ def _scan_worklist(scope: Scope, spot: Spot, loop: ast.While, order: str) -> Can
             kept = appended[0]
         elif head is not None and text.endswith(f"[{head}] = True"):
             marked = text.removesuffix(f"[{head}] = True")
-        elif isinstance(statement, ast.If) and isinstance(statement.body[-1], ast.Break) and len(statement.body) == 1:
-            continue  # nothing is left of one element, and the loop ends by itself
+        elif (kept is not None or marked is not None) and _ends_with_the_last(statement, order, rest, cut):
+            continue  # the loop ends by itself
         elif isinstance(statement, ast.Assign) and text.endswith((f"= {order}[0]", f"= {order}[0].item()")):
             head = stored_names(statement)[0]
         elif isinstance(statement, ast.Assign) and text.endswith(f"= {order}[1:]"):
-            rest = stored_names(statement)[0]
+            rest, cut = stored_names(statement)[0], True
             body += statements(f"{rest} = {order}") if rest != order else []
         elif isinstance(statement, ast.Assign) and stored_names(statement) == [order]:
             mask = _mask(of_all.value, rest)
@@ -294,6 +299,25 @@ def _scan_worklist(scope: Scope, spot: Spot, loop: ast.While, order: str) -> Can
     written = without_list(scope, spot, [kept] if kept is not None else [], new, swaps)
     words = f"`{first_line(loop)}` is a scan over what is left of `{order}`"
     return Candidate(text=add_import(written, "scan"), words=words) if written else None
+
+
+def _ends_with_the_last(statement: ast.stmt, order: str, rest: str, cut: bool) -> bool:
+    """Whether it ends the loop where nothing is left, or nothing but the head: `if order.numel() == 1: break`. `cut`:
+    after `rest = order[1:]`."""
+    match statement:
+        case ast.If(test=test, body=[ast.Break()], orelse=[]):
+            pass
+        case _:
+            return False
+    ends = [(rest, 0)] if cut else []
+    ends += [] if cut and rest == order else [(order, 1)]
+    forms = [
+        f"{count.format(name)} {how}"
+        for name, number in ends
+        for count in _COUNTED
+        for how in (f"== {number}", f"<= {number}", f"< {number + 1}")
+    ]
+    return ast.unparse(test) in forms
 
 
 class _OfAll(ast.NodeTransformer):

@@ -12,11 +12,13 @@ import copy
 from collections.abc import Iterator
 from dataclasses import replace
 
+from trueline.doctor.rewrites.indices import is_whole
 from trueline.doctor.rewrites.predicate import without_numbers
-from trueline.doctor.rewrites.scope import Candidate, Compound, Scope, Spot, expression
+from trueline.doctor.rewrites.scope import Candidate, Compound, Scope, Spot, expression, indices_of
 
 TABLE = 1024
 """The largest size of a table."""
+_FRACTIONS = ("math.log", "math.log2", "math.log10", "math.sqrt", "math.exp", "math.pow", "math.log1p")
 FREED = "a size that stays free"
 """Part of the description of an edit that frees a size."""
 
@@ -59,6 +61,7 @@ def free_size(scope: Scope, node: ast.AST) -> ast.expr | None:
             parts = [*ast.walk(given)]  # a division, or a number with a point, may give a fraction
             rounds = any(isinstance(one, ast.Div | ast.Pow) for one in parts)
             rounds = rounds or any(isinstance(one, ast.Constant) and isinstance(one.value, float) for one in parts)
+            rounds = rounds or any(isinstance(one, ast.Call) and ast.unparse(one.func) in _FRACTIONS for one in parts)
             return expression(f"torch.sym_int({ast.unparse(given)})") if rounds else given
         case ast.Call(func=ast.Name(id="round"), args=[given, _]) if scope.depends_on(given) == "size":
             return _looked_up(scope, node, given)
@@ -94,9 +97,48 @@ def keep_scalars(scope: Scope, spot: Spot) -> Iterator[Candidate | None]:
     others = [one for one in ast.walk(scope.function) if isinstance(one, ast.Assign | ast.AugAssign)]
     for statement in (spot.statement, *(one for one in others if one is not spot.statement)):
         if not isinstance(statement, Compound):
-            new = without_numbers(statement, scope)
+            new = without_numbers(_Elements(scope).visit(copy.deepcopy(statement)), scope)
             if ast.unparse(new) != ast.unparse(statement):
                 yield scope.candidate([statement], [new], f"`{ast.unparse(statement)}` stays a tensor")
+
+
+class _Elements(ast.NodeTransformer):
+    """`x[b, min(end, n) - 1]`, an element whose place values choose, by an index of one element, which takes no number
+    out of a tensor: `x[torch.as_tensor(b).reshape(1), …].squeeze(0)`. A place that is a name alone is left to loops."""
+
+    def __init__(self, scope: Scope) -> None:
+        self.scope = scope
+
+    def visit_Subscript(self, node: ast.Subscript) -> ast.AST:
+        parts = indices_of(node)
+        at = [i for i, part in enumerate(parts) if self._is_place(part)]
+        others = [part for i, part in enumerate(parts) if i not in at]
+        chosen = [parts[i] for i in at if self.scope.depends_on(parts[i]) in ("number", "tensor")]
+        alone = len(at) == 1 and isinstance(parts[at[0]], ast.Name | ast.Constant)
+        known = isinstance(node.ctx, ast.Load) and self.scope.is_tensor(node.value)
+        plain = all(isinstance(one, ast.Slice) and self._is_fixed(one) for one in others)
+        self.generic_visit(node)
+        if not chosen or alone or not known or not plain:
+            return node
+        for i in at:
+            parts[i] = expression(f"torch.as_tensor({ast.unparse(parts[i])}).reshape(1)")
+        node.slice = parts[0] if len(parts) == 1 else ast.Tuple(elts=parts, ctx=ast.Load())
+        axis = at[0] if at == [*range(at[0], at[0] + len(at))] else 0
+        return expression(f"{ast.unparse(node)}.squeeze({axis})")
+
+    def _is_place(self, part: ast.expr) -> bool:
+        match part:
+            case ast.Call(func=ast.Name(id="int")) | ast.Call(func=ast.Attribute(attr="item"), args=[]):
+                return True
+            case ast.Call(func=ast.Name(id="min" | "max"), args=[one, two]):
+                return self._is_place(one) and self._is_place(two)
+            case ast.BinOp(left=left, right=right):
+                return self._is_place(left) and self._is_place(right)
+        return is_whole(self.scope, part)
+
+    def _is_fixed(self, part: ast.Slice) -> bool:
+        ends = [one for one in (part.lower, part.upper, part.step) if one is not None]
+        return all(self.scope.depends_on(one) in ("static", "size") for one in ends)
 
 
 _SAME = {
