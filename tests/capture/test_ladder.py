@@ -48,7 +48,7 @@ def tried(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 def climb() -> Any:
     eager = SimpleNamespace(signature=SimpleNamespace(state={}))
-    subject: Any = SimpleNamespace(eager=eager, random=False, module=None)
+    subject: Any = SimpleNamespace(num_bytes=0, eager=eager, random=False, module=None)
     return ladder.climb(subject, ["onnx", "torch_export"], Path())
 
 
@@ -93,7 +93,7 @@ def test_random_answers_are_refused_unless_they_are_allowed_and_other_states_alw
     with pytest.raises(NotProven, match="it draws"):
         climb()
     eager = SimpleNamespace(signature=SimpleNamespace(state={}))
-    allowed: Any = SimpleNamespace(eager=eager, random=True, module=None)
+    allowed: Any = SimpleNamespace(num_bytes=0, eager=eager, random=True, module=None)
     ladder.climb(allowed, ["onnx"], Path())
     assert tried == ["onnx"]
     monkeypatch.setattr(ladder.determinism, "check_twice", lambda *_: REMEMBERS)

@@ -57,6 +57,26 @@ def first_node(program: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
+def test_weights_are_copied_by_parts_into_an_archive(
+    exported: Exported, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole: list[str] = []
+    read = zipfile.ZipFile.read
+
+    def note(archive: zipfile.ZipFile, member: Any, *how: Any) -> bytes:
+        whole.append(getattr(member, "filename", member))
+        return read(archive, member, *how)
+
+    plain = torch_export.emit(exported, tmp_path / "plain")
+    monkeypatch.setattr(zipfile.ZipFile, "read", note)
+    monkeypatch.setattr(torch_export_archive, "_PART", 8)
+    with monkeypatch.context() as checked:
+        checked.setattr(torch_export_archive, "check", lambda path: None)
+        parts = torch_export.emit(exported, tmp_path / "parts")
+    assert [name.rpartition("/")[2] for name in whole] == ["model.json"]
+    assert parts.read_bytes() == plain.read_bytes()
+
+
 def symbol(program: dict[str, Any], text: str) -> None:
     for value in program["graph_module"]["graph"]["tensor_values"].values():
         for size in value["sizes"]:

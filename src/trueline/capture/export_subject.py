@@ -9,7 +9,7 @@ from torch.nn.parameter import is_lazy
 from trueline import events
 from trueline.bundle.signature import Signature
 from trueline.capture import claims, larger_trace, size_limits
-from trueline.capture.export import torch_export
+from trueline.capture.export import operators, torch_export
 from trueline.capture.export.exported import Exported
 from trueline.capture.model.eager import EagerSession
 from trueline.capture.proof import stateful, value_ranges
@@ -25,13 +25,14 @@ from trueline.capture.time_limit import EXPORT_SHARE, TimeLimit
 from trueline.errors import CaptureError
 from trueline.runtime import distribution
 
+Answers = tuple[Observation, ...]
 ALONE = 12
 """Fewest probes of single calls for a model with a long memory, beside its sequences."""
 
 
 def export_and_observe(
     subject: Subject, far: FarSizes, limit: TimeLimit, *, random: bool
-) -> tuple[Exported | CaptureError, tuple[Observation, ...]]:
+) -> tuple[Exported | CaptureError, Answers]:
     """The exported program with the widest claim that it bears out, and the eager model's answers. A model that draws
     random numbers gets fewer probes, each many times."""
     eager = subject.eager
@@ -41,19 +42,18 @@ def export_and_observe(
     covered = stateful.covering(eager)
     events.emit("model.tracing")
 
-    def observe(probes: Sequence[Probe]) -> tuple[Observation, ...]:
+    def observe(probes: Sequence[Probe]) -> Answers:
         events.emit("model.observed", probes=len(probes))
         return limit.run(f"the model on {len(probes)} probes", lambda: subject.observe(probes, num_draws=num_draws))
 
-    def observe_all(signature: Signature, sizes: Mapping[str, Sequence[int]]) -> tuple[Observation, ...]:
+    def observe_all(signature: Signature, sizes: Mapping[str, Sequence[int]], chooses: bool = True) -> Answers:
         call_s = 0.0 if random else time_call(eager)
-        sweep = () if random else make_sweep(eager, signature, call_s)
+        sweep, dear = () if random else make_sweep(eager, signature, call_s), call_s > DEAR_S
         probes = make_probes(
-            eager.example, signature=signature, sizes=sizes, limit=most, covered=covered, dear=call_s > DEAR_S
+            eager.example, signature=signature, sizes=sizes, limit=most, covered=covered, dear=dear, chooses=chooses
         )
         given = () if random or eager.signature.state else make_given_probes(eager.example, eager.examples, signature)
-        values = make_value_probes(eager.example, signature, dear=call_s > DEAR_S)
-        seen = observe([*probes, *given, *values, *sweep])
+        seen = observe([*probes, *given, *make_value_probes(eager.example, signature, dear=dear), *sweep])
         return (*seen, *observe_border(observe, seen, cheap=bool(sweep)))
 
     def settle(signature: Signature) -> Signature:
@@ -73,7 +73,7 @@ def export_and_observe(
     values = settle(exported.signature).values
     ranged = tuple(claim.with_values(values) for claim in exported.claims)
     exported = replace(exported, claims=ranged, signature=ranged[0])
-    observations = observe_all(exported.signature, exported.boundaries)
+    observations = observe_all(exported.signature, exported.boundaries, operators.may_choose(exported.program))
     error = None if random else _refuse_unfollowed(eager, observations, exported, limit)
     if error is None:
         return limit.run("the choice of a claim", lambda: claims.choose(exported, observations)), observations

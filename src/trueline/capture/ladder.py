@@ -114,7 +114,7 @@ def climb(
     rungs = _climb_stand_ins(exported, eager, climb_all, formats, otherwise) or _climb_claims(
         exported, extended, climb_all, formats, otherwise
     )
-    limits.release_memory()  # of the last program, before the bundle is written
+    limits.release_memory(subject.num_bytes)  # of the last program, before the bundle is written
     return [_with_jumps(_with_excluded(rung, eager), decisive) for rung in rungs]
 
 
@@ -294,7 +294,7 @@ def _try(trial: FormatTrial) -> Rung:
 def _try_once(trial: FormatTrial) -> Rung:
     format, exported, eager, folder = trial.format, trial.exported, trial.far.eager, trial.folder
     path, onnx = None, format in ("onnx", "openvino")
-    limits.release_memory()
+    limits.release_memory(0 if isinstance(exported, CaptureError) else exported.weight_bytes)
     try:
         if isinstance(exported, CaptureError):
             raise exported

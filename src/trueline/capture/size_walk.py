@@ -28,6 +28,8 @@ QUICK_S = 0.25
 """A free size whose call takes longer is not compared again on each format."""
 DENSE_SHARE, CODE_SHARE = 0.6, 0.8
 """Of a symbol's time, when the DENSE sizes end, and those around numbers of the code; the far ones have the rest."""
+DEAREST_S, NEARER = 8.0, 16
+"""Seconds for the one far call of a model whose calls are dear; where that takes longer, the size that is tried."""
 DENSE = 130
 """Up to here every size is tried where nothing tells what the code does with them."""
 
@@ -180,6 +182,9 @@ def _ask_once(walk: SizeWalk, low: int, reached: list[int]) -> ReachedSizes:
     dim, base = claim.dims[walk.symbol], find_base(claim, walk.far, walk.symbol)
     larger = (size for size in far_sizes(dim.multiple_of) if size > reached[-1] and dim.allows(size))
     size = next((size for size in larger if fit(claim, base, {walk.symbol: size})), 0)
+    nearer = NEARER - NEARER % dim.multiple_of
+    if walk.answers[reached[0], GIVEN].cost[0] * size > DEAREST_S * reached[0] and reached[-1] < nearer < size:
+        size = nearer if dim.allows(nearer) and fit(claim, base, {walk.symbol: nearer}) else size
     found = walk.agrees(size, dear=True) if size else None
     if found is False:
         border = find_edge(lambda size: walk.agrees(size, dear=True) is True, reached[-1], size, dim.multiple_of)

@@ -66,7 +66,7 @@ class ServedTrial(LossTrial):
 
 
 class _NotedReader(SeededReader):
-    """`read_ids`: all records that it was asked for."""
+    """`read_ids`: all records that it has read."""
 
     def __init__(self, *given: Any) -> None:
         super().__init__(*given)

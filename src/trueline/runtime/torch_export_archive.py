@@ -9,6 +9,7 @@ names. `check` refuses, before torch reads a byte, everything but a plain graph 
 import ast
 import json
 import re
+import shutil
 import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -45,6 +46,8 @@ _PLAIN = (ast.Expression, ast.BinOp, ast.UnaryOp, ast.Compare, ast.BoolOp, ast.k
 _OPERATORS = (ast.operator, ast.unaryop, ast.cmpop, ast.boolop, ast.expr_context)
 _TREES = (None, "builtins.tuple", "builtins.list", "builtins.dict")
 _STAMP = (1980, 1, 1, 0, 0, 0)
+_PART = 1 << 22
+"""Bytes that are copied at once."""
 
 
 def clean(raw: BinaryIO, path: Path, brief: Callable[[str], str]) -> None:
@@ -55,10 +58,13 @@ def clean(raw: BinaryIO, path: Path, brief: Callable[[str], str]) -> None:
     """
     with zipfile.ZipFile(raw) as source, zipfile.ZipFile(path, "w") as target:
         for member in source.infolist():
-            content = source.read(member)
+            entry = zipfile.ZipInfo(member.filename, _STAMP)
             if member.filename.endswith("/models/model.json"):
-                content = _clean_json(content, brief)
-            target.writestr(zipfile.ZipInfo(member.filename, _STAMP), content)
+                target.writestr(entry, _clean_json(source.read(member), brief))
+                continue
+            entry.file_size = member.file_size
+            with source.open(member) as weights, target.open(entry, "w") as into:  # may be larger than the memory
+                shutil.copyfileobj(weights, into, _PART)
     try:
         check(path)
     except BundleError:

@@ -50,6 +50,24 @@ class Experts(nn.Module):
         return found[order.argsort()]
 
 
+class Chooses(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.where(x.sum(-1) > 0, x.topk(2).values.sum(-1), x.mean(-1))
+
+
+class Scores(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.where(x > 0, x, x.amax(-1, keepdim=True)).softmax(-1) * x.shape[0]
+
+
+@pytest.mark.parametrize(("model", "may"), [(Chooses, True), (Experts, True), (Scores, False)])
+def test_only_a_program_with_an_operator_that_makes_whole_numbers_may_choose_among_equal_ones(
+    model: type[nn.Module], may: bool
+) -> None:
+    program = torch.export.export(model(), (torch.randn(3, 4),), dynamic_shapes=({0: torch.export.Dim.AUTO},))
+    assert operators.may_choose(program) is may
+
+
 @pytest.fixture
 def eager() -> EagerSession:
     torch.manual_seed(0)

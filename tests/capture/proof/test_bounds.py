@@ -14,11 +14,13 @@ from torch import Tensor, nn
 
 from trueline.capture.model.arbiter import Arbiter
 from trueline.capture.model.eager import EagerSession
+from trueline.capture.model.stored import StoredArrays
 from trueline.capture.proof import bounds
 from trueline.capture.proof import observe as observe_module
 from trueline.capture.proof.observe import observe
 from trueline.capture.proof.probes import Probe, make_probes
 from trueline.capture.proof.prove import Proof, judge
+from trueline.runtime import compare
 from worlds.cases import few
 
 Array = npt.NDArray[Any]
@@ -356,3 +358,37 @@ def test_the_noise_of_a_large_answer_is_measured_by_parts_as_at_once(
     assert (at_once[0] > 1) == (parted == 40)
     for one, other in zip(at_once, by_parts, strict=True):
         np.testing.assert_array_equal(one, other)
+
+
+def test_an_answer_is_measured_the_same_by_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    random = np.random.default_rng(0)
+    answer = np.where(random.random((6, 5, 4)) < 0.3, 0, random.standard_normal((6, 5, 4))).astype(np.float32)
+    answer[1, 2, 3], answer[4], answer[..., 2], answer[0, 0, 0] = np.nan, 1.0, 7.0, -np.inf
+    answer[..., 3], answer[0, 1, 3] = 3.0, 4.0
+    wholes = [bounds.measure({"y": one}, [{"y": one.astype(np.float64) + 1e-6}])["y"] for one in (answer, answer[:0])]
+    stored = StoredArrays({"y": answer}), StoredArrays({"y": answer[:0]})
+    monkeypatch.setattr(compare, "PIECE", 8)
+    for whole, one in zip(wholes, stored, strict=True):
+        parts = bounds.measure(one.by_parts(), [{"y": one["y"].astype(np.float64) + 1e-6}])["y"]
+        for name in ("scale", "flat", "dead", "noise"):
+            for a, b in zip(getattr(whole, name), getattr(parts, name), strict=True):
+                np.testing.assert_array_equal(a, b, err_msg=name)
+    assert wholes[0].flat[2].tolist() == [False, False, True, False]
+
+
+def test_as_many_runs_of_records_alone_are_made_as_there_is_time_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    eager = EagerSession(nn.Linear(4, 3), torch.randn(3, 4))
+    (seen,) = observe(eager, make_probes(eager.example)[:1])
+    runs: list[int] = []
+    run = observe_module._Known._run
+    monkeypatch.setattr(
+        observe_module._Known,
+        "_run",
+        lambda known, one, draw, few=None: runs.append(draw) or run(known, one, draw, few),
+    )
+    seconds = observe_module.ALONE_S / 8  # of a run of two records
+    for run_s, draws in ((0.001, observe_module.MORE_DRAWS), (seconds, 7), (4 * seconds, None)):
+        known = observe_module._Known(arbiter=Arbiter(eager), per_run=run_s / 8)
+        runs.clear()
+        assert (known.measure_records(seen, [0, 2]) is None) == (draws is None)
+        assert runs == ([] if draws is None else list(range(draws + 1)))

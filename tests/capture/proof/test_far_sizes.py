@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from trueline.bundle import open_bundle
 from trueline.bundle.describe import range_text
+from trueline.capture import size_walk
 from trueline.capture.api import capture
 from trueline.capture.model.eager import EagerSession
 from trueline.capture.proof import far_sizes
@@ -118,3 +119,21 @@ def test_a_model_whose_calls_take_all_the_time_is_claimed_without_a_bound_after_
     recipe = recipes.untrained(model, examples=lambda: iter([torch.randn(3, 5, 4), torch.randn(2, 8, 4)]))
     capture(recipe, None, tmp_path / "b", formats=["torch_export"])
     assert range_text(open_bundle(tmp_path / "b").signature) == claimed
+
+
+@pytest.mark.slow
+def test_of_the_dearest_models_the_one_far_call_has_fewer_records(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes = [(far_sizes, "FREE_S", 0.0), (far_sizes, "CHEAP_CALLS", 0), (size_walk, "DEAREST_S", 0.0)]
+    for module, name, value in sizes:
+        monkeypatch.setattr(module, name, value)
+    asked: list[int] = []
+    call = FarSizes._call
+    monkeypatch.setattr(FarSizes, "_call", lambda far, at, *given, **named: (
+        asked.append(at["batch"]) or call(far, at, *given, **named)  # type: ignore[func-returns-value]
+    ))  # fmt: skip
+    recipe = recipes.untrained(Plain, examples=lambda: iter([torch.randn(3, 5, 4), torch.randn(2, 5, 4)]))
+    capture(recipe, None, tmp_path / "b", formats=["torch_export"])
+    assert range_text(open_bundle(tmp_path / "b").signature) == "batch from 1 up, no bound"
+    assert max(asked) == 16

@@ -3,10 +3,12 @@
 import gc
 import subprocess
 import sys
+import weakref
 from collections.abc import Iterator
 
 import pytest
 
+from trueline.capture.proof import limits
 from trueline.capture.proof.limits import set_aside
 
 
@@ -59,3 +61,20 @@ def test_a_bound_that_leaves_no_memory_for_a_thread_does_not_end_the_process():
     """libgomp starts threads with the first operator that a thread computes, and ends a process that it cannot."""
     ended = subprocess.run([sys.executable, "-c", IN_A_NEW_THREAD], capture_output=True, text=True, check=False)
     assert (ended.returncode, ended.stdout) == (0, "1048576.0\n"), ended.stderr
+
+
+def test_a_large_program_that_refers_to_itself_is_freed_with_its_memory() -> None:
+    class Program:
+        def __init__(self) -> None:
+            self.itself = self
+
+    for weights, freed in ((0, False), (limits.COLLECTED_BYTES + 1, True)):
+        program = Program()
+        seen = weakref.ref(program)
+        del program
+        gc.disable()
+        try:
+            limits.release_memory(weights)
+        finally:
+            gc.enable()
+        assert (seen() is None) is freed

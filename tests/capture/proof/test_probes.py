@@ -19,17 +19,30 @@ def test_the_usual_sizes_and_those_asked_for_are_probed_with_given_records() -> 
     assert given == {1, 2, 3, 4, 6, 7, 8, 17, 32}
 
 
-def test_a_model_whose_calls_take_long_is_asked_for_the_same_sizes_and_values_in_fewer_records() -> None:
+def kinds_of(probes: tuple[Probe, ...]) -> set[str]:
+    return {probe.name.partition(", ")[2] for probe in probes}
+
+
+def count_records(probes: tuple[Probe, ...]) -> int:
+    return sum(probe.num_records for probe in probes)
+
+
+def test_a_model_whose_calls_take_long_is_asked_for_the_same_values_in_fewer_records() -> None:
     all_of, fewer = make_probes(EXAMPLE), make_probes(EXAMPLE, dear=True)
-
-    def kinds(probes: tuple[Probe, ...]) -> set[str]:
-        return {probe.name.partition(", ")[2] for probe in probes}
-
-    assert {probe.num_records for probe in fewer} == {probe.num_records for probe in all_of}
-    assert kinds(fewer) == kinds(all_of)
-    assert sum(probe.num_records for probe in fewer) <= sum(probe.num_records for probe in all_of) - 32
+    assert {one.num_records for one in all_of} - {one.num_records for one in fewer} == {32}
+    assert kinds_of(fewer) == kinds_of(all_of)
+    assert count_records(fewer) <= 0.6 * count_records(all_of)
     alike = next(probe for probe in fewer if "three values" in probe.name)
     assert alike.num_records > 16, "a sort of so few keeps the order of equal values"
+    ids = {"ids": EXAMPLE["ids"]}
+    assert max(probe.num_records for probe in make_probes(ids, dear=True)) == 17, "no equal floats fill a batch of 17"
+
+
+def test_many_equal_values_are_asked_of_a_model_whose_calls_take_long_if_it_may_choose_among_them() -> None:
+    chooses, plain = (make_probes(EXAMPLE, dear=True, chooses=one) for one in (True, False))
+    assert kinds_of(plain) == kinds_of(chooses)
+    assert [one.num_records for one in plain if "three values" in one.name] == [3]
+    assert [one.num_records for one in make_probes(EXAMPLE, chooses=False) if "three values" in one.name] == [32]
 
 
 def test_equal_arguments_give_equal_probes_and_another_seed_others() -> None:

@@ -29,8 +29,9 @@ def test_nan_is_in_whole_records_in_parts_of_them_and_in_one_place_beside_one_th
         found = {probe.name.partition(": ")[2]: np.isnan(probe.inputs["x"]).sum(axis=1) for probe in probes}
         assert {9, 0} <= set(found["either in some records"])
         assert any(1 < count < 9 for count in found["either in some records"])
-        assert set(found["NaN in some records"]) == {0, 1}
-    assert len(found["NaN in some records"]) == 4
+        assert 1 in found["NaN in some records"]
+    assert found["NaN in some records"].tolist() == [1, 1], "two records tell what other places do"
+    assert len(found["either in some records"]) == 4
 
 
 def observer(border: float, asked: list[float]) -> Observe:

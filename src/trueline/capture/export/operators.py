@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch._C import DispatchKey
+from torch.utils._pytree import tree_leaves
 from torch.utils._sympy.value_ranges import ValueRanges
 
 from trueline.capture.model import code_paths
@@ -71,6 +72,26 @@ def _name_checks(part: torch.fx.GraphModule) -> None:
         node.target, node.args = checks[1], (*node.args[:1], f"{REFUSES}: {said}" if said else REFUSES)
     if found:
         part.recompile()
+
+
+_NUMBERS = (torch.SymInt, torch.SymFloat, torch.SymBool, int, float)
+
+
+def may_choose(program: torch.export.ExportedProgram) -> bool:
+    """Whether an operator may take one of equal numbers, as a sort or a top-k does: it returns whole numbers."""
+    parts = [part for part in program.graph_module.modules() if isinstance(part, torch.fx.GraphModule)]
+    called = [node for part in parts for node in part.graph.nodes if node.op == "call_function"]
+    return any(map(_returns_whole, called))
+
+
+def _returns_whole(node: torch.fx.Node) -> bool:
+    """Whether `node` returns a tensor of whole numbers, or what it returns is not known. Numbers are sizes."""
+    if isinstance(node.target, torch._ops.OpOverload) and not node.target._schema.returns:
+        return False
+    found = tree_leaves(node.meta.get("val"))
+    tensors = [one for one in found if isinstance(one, torch.Tensor)]
+    whole = any(not (one.is_floating_point() or one.is_complex() or one.dtype == torch.bool) for one in tensors)
+    return whole or any(not isinstance(one, (torch.Tensor, *_NUMBERS)) for one in found)
 
 
 _NODE = re.compile(r"%(\w+) :")

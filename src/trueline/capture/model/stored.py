@@ -68,6 +68,11 @@ class StoredArrays(Mapping[str, Array]):
         return len(self._layout)
 
 
+def read_by_parts(arrays: Mapping[str, Array] | None) -> Mapping[str, Array] | Mapping[str, StoredParts]:
+    """What `compare` and `bounds` read by parts of stored arrays; others as they are."""
+    return arrays.by_parts() if isinstance(arrays, StoredArrays) else arrays or {}
+
+
 def store(arrays: Mapping[str, Array]) -> Mapping[str, Array]:
     """A copy of the arrays, in a file if they are large and the disk has room for them."""
     if sum(array.nbytes for array in arrays.values()) < LEAST_BYTES:

@@ -11,6 +11,7 @@ program has to answer as eager does. Pure numpy.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -68,14 +69,14 @@ Measures = Mapping[str, Measure]
 """By output, on one probe."""
 
 
-def measure(answer: Mapping[str, Array], exact: Sequence[Mapping[str, Array]]) -> Measures:
+def measure(answer: Mapping[str, Array] | Mapping[str, ReadByParts], exact: Sequence[Mapping[str, Array]]) -> Measures:
     """Measures the float outputs of the eager model's `answer` against the arbiter's: one that is not rounded, then
     those that are; none without an arbiter."""
     floats = {name: array for name, array in answer.items() if array.dtype in TOLERANCES}
     return {name: _measure(array, [one[name] for one in exact if name in one]) for name, array in floats.items()}
 
 
-def _measure(answer: Array, exact: Sequence[Array]) -> Measure:
+def _measure(answer: Array | ReadByParts, exact: Sequence[Array]) -> Measure:
     scale = largest(answer)
     plain = Measure(
         shape=answer.shape, dtype=answer.dtype, scale=scale, flat=_flat(answer), dead=_dead(answer), noise=None
@@ -84,7 +85,7 @@ def _measure(answer: Array, exact: Sequence[Array]) -> Measure:
         return plain
     noise = _Noise(answer, exact, column_scale(scale, answer.shape))
     parted = sum(np.count_nonzero(noise.find_parted(part)) for part in split_parts(answer.shape))
-    noise.hides = bool(0 < parted < FEW_PARTED * answer.size)
+    noise.hides = bool(0 < parted < FEW_PARTED * math.prod(answer.shape))
     return replace(plain, noise=largest(noise))
 
 
@@ -92,7 +93,7 @@ class _Noise:
     """The noise of each element, computed for the part that is looked at: in float64, and several times, a large answer
     would take more memory than its model."""
 
-    def __init__(self, answer: Array, exact: Sequence[Array], scale: Bound) -> None:
+    def __init__(self, answer: Array | ReadByParts, exact: Sequence[Array], scale: Bound) -> None:
         self.dtype, self.shape = np.dtype(np.float64), answer.shape
         self._answer, self._exact, self._scale = answer, exact, scale
         self.hides = False
@@ -117,26 +118,39 @@ class _Noise:
         return np.asarray(noise > PARTED * spread(cut_bound(self._scale, part), noise.shape))
 
 
-def _flat(values: Array) -> Slices:
-    finite = np.isfinite(values)
-    values = values if finite.all() else np.where(finite, values, np.zeros((), values.dtype))
-    found = []
-    for axis in range(values.ndim):
-        others = tuple(one for one in range(values.ndim) if one != axis)
-        if values.size:
-            low, high = (one.astype(np.float64) for one in (values.min(axis=others), values.max(axis=others)))
-        else:
-            low = high = np.zeros(values.shape[axis])
-        found.append(high - low <= FLAT * np.maximum(np.abs(low), np.abs(high)))
+def _flat(values: Array | ReadByParts) -> Slices:
+    """What is not finite counts as 0."""
+    if not math.prod(values.shape):
+        return tuple(np.ones(size, dtype=bool) for size in values.shape)
+    low, high = ([np.full(size, end) for size in (1, *values.shape)] for end in (np.inf, -np.inf))
+    for part in split_parts(values.shape):
+        piece = np.asarray(values[part])
+        piece = np.where(np.isfinite(piece), piece, np.zeros((), piece.dtype))
+        for least, most, others in zip(
+            cut_bound(low, part)[1:], cut_bound(high, part)[1:], _other_axes(piece), strict=True
+        ):
+            np.minimum(least, piece.min(axis=others), out=least)
+            np.maximum(most, piece.max(axis=others), out=most)
+    found: list[Any] = []
+    for least, most in zip(low[1:], high[1:], strict=True):
+        found.append(most - least <= FLAT * np.maximum(np.abs(least), np.abs(most)))
     return tuple(found)
 
 
-def _dead(values: Array) -> Slices:
-    others = (tuple(one for one in range(values.ndim) if one != axis) for axis in range(values.ndim))
-    return tuple(
-        1.0 - (np.count_nonzero(values, axis=one) * values.shape[i] / max(values.size, 1)).astype(np.float32)
-        for i, one in enumerate(others)
-    )
+def _other_axes(values: Array) -> list[tuple[int, ...]]:
+    """For each axis, the others."""
+    return [tuple(one for one in range(values.ndim) if one != axis) for axis in range(values.ndim)]
+
+
+def _dead(values: Array | ReadByParts) -> Slices:
+    counts = [np.zeros(size) for size in (1, *values.shape)]
+    for part in split_parts(values.shape):
+        piece = np.asarray(values[part])
+        for into, others in zip(cut_bound(counts, part)[1:], _other_axes(piece), strict=True):
+            into += np.count_nonzero(piece, axis=others)
+    size = max(math.prod(values.shape), 1)
+    found: list[Any] = [1.0 - (one * len(one) / size).astype(np.float32) for one in counts[1:]]
+    return tuple(found)
 
 
 def _distance(one: Floats, other: Array) -> Floats:

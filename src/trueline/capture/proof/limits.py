@@ -13,6 +13,8 @@ import torch
 
 MEMORY_BYTES = (2**28, 2**30)
 """Further memory that such a call may take: the first with which the model answers its own values."""
+COLLECTED_BYTES = 100_000_000
+"""Of weights, for which Python's collector is not waited for: it counts objects, of which a program has few."""
 _LIBC = ctypes.CDLL(None)
 _SHARE = 32768
 """Bytes of a tensor for each thread that fills it: torch's own grain size (`at::internal::GRAIN_SIZE`)."""
@@ -52,8 +54,11 @@ def is_lack_of_memory(error: BaseException) -> bool:
     return isinstance(error, MemoryError) or "allocate memory" in str(error)
 
 
-def release_memory() -> None:
-    """Returns freed memory to the system, where the C library can (glibc): a few milliseconds for gigabytes."""
+def release_memory(weight_bytes: int = 0) -> None:
+    """Returns freed memory to the system, where the C library can (glibc): a few milliseconds for gigabytes. Programs
+    with that many bytes of weights are collected first, if these are many: torch's refer to themselves."""
+    if weight_bytes > COLLECTED_BYTES:
+        gc.collect()
     trim = getattr(_LIBC, "malloc_trim", None)
     if trim is not None:
         trim(ctypes.c_size_t(0))

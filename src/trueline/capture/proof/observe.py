@@ -16,10 +16,11 @@ import torch
 
 from trueline.bundle.signature import DATATYPES, Array, Dim, Signature, TensorSpec
 from trueline.capture.model import code_paths
-from trueline.capture.model.allowance import Allowance
+from trueline.capture.model.allowance import CHEAP_S, Allowance
 from trueline.capture.model.arbiter import Arbiter
 from trueline.capture.model.code_paths import Event, SourceLine
 from trueline.capture.model.eager import EagerSession, run_stored
+from trueline.capture.model.stored import read_by_parts
 from trueline.capture.proof import bounds, limits
 from trueline.capture.proof.bounds import Measures
 from trueline.capture.proof.careful import Unsafe, care
@@ -124,8 +125,8 @@ class _Known:
     """The answer that is measured by more draws: its key, the model's answer in float64, and the last draw."""
     scales: int = 0
     """Answers that were measured without time for them, since none of their scale was."""
-    per_value: float = 0.0
-    """Seconds of the last probe for each of its numbers."""
+    per_run: float = 0.0
+    """Seconds of one run of the last probe for each of its numbers."""
 
     def ask(self, seen: Observation, key: str, *, budget_s: float, plain: Measures | None = None) -> None:
         """Measures one answer, if there is time for it, or no other of the scale of `plain` was measured."""
@@ -134,7 +135,7 @@ class _Known:
             return
         size = max(seen.probe.volume[1], 1)
         self.run.seconds, draws = (budget_s, DRAWS) if arbiter.small else (budget_s / 2, 1)
-        if len(self.measured) >= LEAST and not self.run.allows(self.per_value * size):
+        if len(self.measured) >= LEAST and not self.run.allows(self.per_run * (draws + 1) * size):
             alone = plain is not None and not any(bounds.is_alike(plain, one) for one in self.measured.values())
             if not alone or self.scales >= SCALES:
                 return
@@ -144,10 +145,10 @@ class _Known:
             exact = [self._run(seen, draw) for draw in range(draws + 1)]
             answered = [one for one in exact if one is not None]
             if len(answered) == len(exact):
-                self.measured[key] = bounds.measure(seen.outputs, answered)
+                self.measured[key] = bounds.measure(read_by_parts(seen.outputs), answered)
             elif not self.measured:
                 self.arbiter = None
-        self.per_value = (self.run.spent_s - before) / size
+        self.per_run = (self.run.spent_s - before) / size / (draws + 1)
 
     def redraw(self, seen: Observation, key: str) -> None:
         """Measures one answer by one draw more, if there is time for it; without time it counts as not measured: what
@@ -164,13 +165,14 @@ class _Known:
             _, exact, drawn = self.again
             more = self._run(seen, drawn + 1)
             if exact is not None and more is not None:
-                found = bounds.measure(seen.outputs, [exact, more])
+                found = bounds.measure(read_by_parts(seen.outputs), [exact, more])
                 self.measured[key] = bounds.merge(self.measured[key], found) if key in self.measured else found
             self.again = key, exact, drawn + 1
 
     def measure_records(self, seen: Observation, records: Sequence[int]) -> Measures | None:
-        """What MORE_DRAWS runs of these records alone show: rounding by itself, since among other records the model may
-        answer otherwise. None without time for it, or where no dimension counts records."""
+        """What MORE_DRAWS runs of these records alone show, or as many as there is time for: rounding by itself, since
+        among other records the model may answer otherwise. None without time for DRAWS of them, or where no dimension
+        counts records."""
         if self.arbiter is None or seen.outputs is None or not self.alone.allows():
             return None
         count, chosen = seen.probe.num_records, list(records)
@@ -178,8 +180,12 @@ class _Known:
             return None
         inputs = seen.probe.inputs
         few = {name: one[chosen] if one.ndim and len(one) == count else one for name, one in inputs.items()}
+        run_s = self.per_run * sum(one.size for one in few.values())
+        draws = min(MORE_DRAWS, int(self.alone.find_left() / run_s) - 1) if run_s > CHEAP_S else MORE_DRAWS
+        if draws < DRAWS:
+            return None
         with self.alone.charging():
-            exact = [self._run(seen, draw, few) for draw in range(MORE_DRAWS + 1)]
+            exact = [self._run(seen, draw, few) for draw in range(draws + 1)]
         answered = [one for one in exact if one is not None]
         if len(answered) < len(exact):
             return None
@@ -216,7 +222,7 @@ class _Arbitration:
 
     @cached_property
     def _plain(self) -> list[Measures]:
-        return [bounds.measure(one.outputs or {}, ()) for one in self._seen]
+        return [bounds.measure(read_by_parts(one.outputs), ()) for one in self._seen]
 
     @cached_property
     def _keys(self) -> list[str]:
@@ -312,7 +318,7 @@ def hidden_state(observations: Sequence[Observation]) -> str:
         earlier = answers.setdefault(digest(seen.probe.inputs), seen)
         if earlier is seen or earlier.outputs is None or seen.outputs is None:
             continue
-        comparison = compare.compare(earlier.outputs, seen.outputs)
+        comparison = compare.compare(read_by_parts(earlier.outputs), seen.outputs)
         if not comparison.agrees:
             return comparison.reason
     return ""
@@ -340,8 +346,8 @@ def find_parting(observations: Sequence[Observation], disagreeing: str = "") -> 
     shape."""
     suspects = [seen for seen in observations if seen.probe.name == disagreeing] or observations[:1]
     for suspect in suspects:
-        shapes = _shapes(suspect.probe)
-        ranked = sorted(observations, key=lambda seen: _shapes(seen.probe) != shapes)
+        shapes = [one.shape for one in suspect.probe.inputs.values()]
+        ranked = sorted(observations, key=lambda seen: [one.shape for one in seen.probe.inputs.values()] != shapes)
         for other in ranked:
             if other.outputs is None:
                 continue  # an exception cut its way short
@@ -349,10 +355,6 @@ def find_parting(observations: Sequence[Observation], disagreeing: str = "") -> 
             if place is not None:
                 return place, other.probe.name, suspect.probe.name
     return None
-
-
-def _shapes(probe: Probe) -> list[tuple[int, ...]]:
-    return [array.shape for array in probe.inputs.values()]
 
 
 Seen = Sequence[tuple[Mapping[str, int], tuple[int, ...]]]

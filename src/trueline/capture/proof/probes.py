@@ -55,16 +55,17 @@ def make_probes(
     limit: int = LIMIT,
     covered: Callable[[Probe], bool] = lambda probe: False,
     dear: bool = False,
+    chooses: bool = True,
 ) -> tuple[Probe, ...]:
     """Probes from `example`, a batch by name; `sizes` (of the batch, or by symbol) are tried before the usual ones.
 
     `signature` names what is free; without it, the first dimension of every input. The example itself comes first and
     last: a model that then answers it differently has a hidden state. Probes that are `covered` elsewhere are left out.
-    `dear`, of a model whose calls take long: the records of equal values are the first of LARGER, and no others are.
+    `dear`, of a model whose calls take long: fewer records. `chooses`: whether the model may take one of equal numbers.
     """
     maker = _Maker(example, signature or _batch_only(example), np.random.default_rng(seed))
-    if dear and maker.floats:
-        maker.larger, maker.num_alike = LARGER[1:], LARGER[0]
+    if dear:
+        maker.spare_records(chooses)
     wanted = sizes if isinstance(sizes, Mapping) else {maker.batch: sizes}
     given, again = (maker.probe({}, what) for what in ("as given", "as given, again"))
     more = [probe for probe in maker.reorder() if not covered(probe)]
@@ -105,10 +106,9 @@ def _as_given(inputs: Mapping[str, Array], signature: Signature, what: str, orig
 
 def _distinct(probes: Iterable[Probe]) -> list[Probe]:
     """Without probes that repeat the inputs of an earlier one."""
-    distinct: dict[tuple[bytes, ...], Probe] = {}
+    distinct: dict[tuple[object, ...], Probe] = {}
     for probe in probes:
-        key = tuple(str(array.shape).encode() + array.tobytes() for array in probe.inputs.values())
-        distinct.setdefault(key, probe)
+        distinct.setdefault(tuple((array.shape, array.tobytes()) for array in probe.inputs.values()), probe)
     return list(distinct.values())
 
 
@@ -195,12 +195,19 @@ class _Maker:
         self.random = random
         self.base = signature.sizes(example)
         self.batch = counting(self.base)
-        self.floats = [name for name, array in example.items() if array.dtype.kind == "f"]
         self.whole = [name for name, array in example.items() if array.dtype.kind != "f"]
+        self.floats = [name for name in example if name not in self.whole]
         self.masks = [name for name in self.whole if is_mask(example[name])]
-        self.larger, self.num_alike = LARGER, MANY
+        self.larger, self.num_alike, self.alone = LARGER, MANY, dict[str, int]()
         self.axes = {spec.name: spec.shape.index(self.batch) for spec in signature.inputs if self.batch in spec.shape}
         """The dimension that counts the records, of each input that has one."""
+
+    def spare_records(self, chooses: bool) -> None:
+        """One record of plain changes, many equal ones only if something `chooses` among them; far sizes come apart."""
+        self.num_alike = LARGER[0] if chooses else self.base[self.batch]
+        self.larger = LARGER[-1:] if self.floats else LARGER[::2]
+        smallest = {self.batch: max(self.signature.dims[self.batch].min, 1)}
+        self.alone = fit(self.signature, self.base, smallest) or {}
 
     def probe(
         self,
@@ -272,11 +279,12 @@ class _Maker:
         return {**self.base, **wanted}
 
     def change_values(self, sizes: Mapping[str, int], only: Collection[str] | None = None) -> Iterator[Probe]:
-        for what, change in _changes(self.random).items():
-            if self.floats and (only is None or what in only):
-                yield self.probe(sizes, what, change=_on(self.floats, change), made=True)
-        for what in INTEGERS:
-            if self.whole and (only is None or what in only):
+        for what, change in _changes(self.random).items() if self.floats else ():
+            if only is None or what in only:
+                here = sizes if sizes or "random" in what else self.alone
+                yield self.probe(here, what, change=_on(self.floats, change), made=True)
+        for what in INTEGERS if self.whole else ():
+            if only is None or what in only:
                 yield self.probe(sizes, what, change=self._integers(what), made=True)
 
     def alike(self) -> Iterator[Probe]:
@@ -291,8 +299,8 @@ class _Maker:
 
     def small(self) -> Iterator[Probe]:
         """Other values at the smallest sizes."""
-        smallest = {symbol: self.signature.dims[symbol].min for symbol in self.base}
-        sizes = fit(self.signature, self.base, smallest) or {**self.base, self.batch: 1}
+        least = {symbol: self.signature.dims[symbol].min for symbol in self.base}
+        sizes = fit(self.signature, self.base, least) or {**self.base, self.batch: 1}
         if sizes != self.base:
             yield from self.change_values(sizes, ("zeros", "random", "random integers"))
 
@@ -303,13 +311,10 @@ class _Maker:
     def _integers(self, what: str) -> Callable[[dict[str, Array]], dict[str, Array]]:
         """Other integers, inside the range that the example shows of the same input, or from 0 where they are the same
         for all records."""
-        shown = {
-            name: self.example[name] if name in self.axes else np.append(self.example[name], 0) for name in self.whole
-        }
-        return lambda inputs: {
-            name: _whole(array, shown[name], what, self.random) if name in shown else array
-            for name, array in inputs.items()
-        }
+        given = {name: self.example[name] for name in self.whole}
+        shown = {name: one if name in self.axes else np.append(one, 0) for name, one in given.items()}
+        random = self.random
+        return lambda inputs: inputs | {name: _whole(inputs[name], one, what, random) for name, one in shown.items()}
 
 
 def _on(names: Sequence[str], change: Change) -> Callable[[dict[str, Array]], dict[str, Array]]:
@@ -353,9 +358,7 @@ def _pairwise(lists: Mapping[str, Sequence[int]]) -> Iterator[dict[str, int]]:
         yield from ({symbol: sizes[0]} for symbol, sizes in lists.items() if sizes)
     longest = max((len(sizes) for sizes in lists.values()), default=0)
     for i in range(longest):
-        yield {
-            symbol: sizes[(i + offset) % len(sizes)] for offset, (symbol, sizes) in enumerate(lists.items()) if sizes
-        }
+        yield {one: sizes[(i + at) % len(sizes)] for at, (one, sizes) in enumerate(lists.items()) if sizes}
 
 
 def _zeros(array: Array) -> Array:

@@ -15,7 +15,7 @@ import msgspec
 
 from trueline.bundle.schema import Evidence
 from trueline.bundle.signature import Array, Signature
-from trueline.capture.model.stored import StoredArrays
+from trueline.capture.model.stored import StoredArrays, read_by_parts
 from trueline.capture.proof.bounds import ULPS, describe
 from trueline.capture.proof.careful import CRASHING, Careful, care
 from trueline.capture.proof.limits import release_memory
@@ -221,7 +221,7 @@ def _compare(program: Session, seen: Observation, level: float) -> compare.Compa
 
 
 def _compare_once(program: Session, seen: Observation) -> compare.Comparison:
-    answer, expected, arbitrate = program.run(seen.probe.inputs), _read_expected(seen), seen.arbitrate
+    answer, expected, arbitrate = program.run(seen.probe.inputs), read_by_parts(seen.outputs), seen.arbitrate
     comparison = compare.compare(expected, answer, bounds=seen.bounds)
     for step in range(3 + MORE_DRAWS if arbitrate is not None else 0):
         if not comparison.agrees and arbitrate is not None:
@@ -234,15 +234,11 @@ def _compare_once(program: Session, seen: Observation) -> compare.Comparison:
     return replace(compare.refusal(misfit) if misfit else comparison, how=_describe(seen))
 
 
-def _read_expected(seen: Observation) -> Mapping[str, Array] | Mapping[str, compare.ReadByParts]:
-    return seen.outputs.by_parts() if isinstance(seen.outputs, StoredArrays) else seen.outputs or {}
-
-
 def _describe(seen: Observation) -> str:
     """The bounds, and by what they are bounds."""
     judged = "as near as rounding takes the model in float64" if seen.judged else "of its scale, without float64"
     return describe(
-        _read_expected(seen), seen.bounds, judged if seen.arbitrate is None else f"{ULPS:g} units of its scale"
+        read_by_parts(seen.outputs), seen.bounds, judged if seen.arbitrate is None else f"{ULPS:g} units of its scale"
     )
 
 

@@ -23,7 +23,8 @@ from trueline.capture.proof.observe import Observation
 from trueline.capture.proof.probes import BATCH, Probe, fit, is_mask, resize
 
 RECORDS, FEWER = 12, 4
-"""Records of a probe that has another value in each, and of a model whose calls take long: one of each kind."""
+"""Records of a probe that has another value in each, and of a model whose calls take long: one of each kind, or two
+places where there is one kind."""
 BORDERS = (2**15, 2**24 + 1, 2**31 - 1, 2**31, 2**53 + 1, -(2**31), -(2**31) - 1, -(2**53) - 1)
 """Whole numbers beyond which a cast loses something."""
 FEW = 2
@@ -51,8 +52,9 @@ def make_value_probes(
         if not example[spec.name].size:
             continue
         if example[spec.name].dtype.kind == "f":
-            wide = many(example, signature, FEWER if dear else RECORDS)
-            probes += _floats(example, wide, signature, spec, random)
+            sizes = (1, FEW, FEWER) if dear else (0, RECORDS, RECORDS)
+            batches = [many(example, signature, size) if size else example for size in sizes]
+            probes += _floats(batches, signature, spec, random)
         elif example[spec.name].dtype.kind in "iu":
             probes += _integers(example, signature, spec)
     return tuple(probes)
@@ -86,13 +88,11 @@ def _probe(
 
 
 def _floats(
-    example: Mapping[str, Array],
-    wide: Mapping[str, Array],
-    signature: Signature,
-    spec: TensorSpec,
-    random: np.random.Generator,
+    batches: Sequence[Mapping[str, Array]], signature: Signature, spec: TensorSpec, random: np.random.Generator
 ) -> Iterator[Probe]:
-    name, array = spec.name, example[spec.name]
+    """`batches`: the example, the records that have a value of one kind each, and those that have several."""
+    (example, some, wide), name = batches, spec.name
+    array = example[name]
 
     def place(at: int, value: float) -> Array:
         changed = array.copy()
@@ -113,8 +113,9 @@ def _floats(
             ("infinities", np.array([np.inf, -np.inf])),
             ("either", np.array([np.nan, np.inf, -np.inf])),
         ):
-            changed = _scatter(wide[name], values, random, whole=what == "either")
-            yield _probe(wide, signature, f"{what} in some records", name, changed, np.nan)
+            records = wide if what == "either" else some
+            changed = _scatter(records[name], values, random, whole=what == "either")
+            yield _probe(records, signature, f"{what} in some records", name, changed, np.nan)
     shown = float(np.max(np.abs(np.where(np.isfinite(array), array, 0)), initial=0.0))
     kind: Any = array.dtype
     size = next((size for size in HUGE if size < float(np.finfo(kind).max)), 0.0)

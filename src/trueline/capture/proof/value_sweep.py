@@ -16,7 +16,7 @@ from trueline.capture.model.eager import EagerSession
 from trueline.capture.proof.probes import BATCH, Probe, fit, resize
 
 Floats = np.ndarray[tuple[int, ...], np.dtype[np.float64]]
-CHEAP_S, DEAR_S, TRIES = 0.02, 0.4, 5
+CHEAP_S, DEAR_S, TRIES = 0.02, 0.2, 5
 """Seconds of this thread of a call on the example, the shortest of a few, above which no sweep is made, and above which
 each record counts: two hundred of them are called once by the model and once by each program."""
 FEW = ((1, 30.0), (2, 30.0), (2, 10.0), (3, 100.0), (2, 3.0))
