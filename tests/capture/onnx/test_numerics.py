@@ -39,6 +39,18 @@ def places(x: Tensor, y: Tensor) -> Tensor:
     return torch.remainder(y.nan_to_num(0.0, 0.0, 0.0).long(), 6)
 
 
+def behind_nan(x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
+    """NaN before infinities and behind some, in rows with and without other numbers."""
+    place = torch.arange(6)
+    mixed = torch.where(place % 2 == 0, math.nan, math.inf)
+    return (
+        x * 0 + mixed,
+        torch.where(place < 3, mixed, y),
+        torch.where(place > 2, mixed, y),
+        torch.where(y > 0, mixed, x),
+    )
+
+
 ORDERS: dict[str, Callable[[Tensor, Tensor], object]] = {
     "places of extremes": lambda x, y: (
         *(torch.log(x).argmax(1), torch.log(y).argmin(0, keepdim=True), torch.log(x).argmax(), y.argmin(keepdim=True)),
@@ -49,6 +61,11 @@ ORDERS: dict[str, Callable[[Tensor, Tensor], object]] = {
     "median": lambda x, y: (x.median(1).values, torch.log(x).median(1).values, x.long().median(1).values),
     "median of all": lambda x, y: x * x.median(),
     "nanmedian": lambda x, y: torch.log(x).nanmedian(1, keepdim=True).values,
+    "order statistics of infinity behind NaN": lambda x, y: (
+        *(one.kthvalue(k, 1).values for one in behind_nan(x, y) for k in (1, 2, 5, 6)),
+        *(one.median(1).values for one in behind_nan(x, y)),
+        *(one.nanmedian(1).values for one in behind_nan(x, y)),
+    ),
     "mode": lambda x, y: x.round().mode(1).values,
     "running extremes": lambda x, y: (*x.cummax(1), *x.cummin(0), *(y > 0).cummax(1)),
     "order beside NaN": lambda x, y: (

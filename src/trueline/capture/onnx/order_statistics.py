@@ -43,10 +43,23 @@ def _squeeze(results: tuple[Any, Any], dim: int, keepdim: bool) -> tuple[Any, An
 
 def _nth(value: Any, dim: int, count: Any, *, floats: bool) -> tuple[Any, Any]:
     """The `count`-th smallest ([1]) of a dimension, and its place; NaN comes after all numbers."""
-    keys = op.Where(op.IsNaN(value), _infinite(value), value) if floats else value
+    torn = op.IsNaN(value) if floats else None
+    keys = op.Where(torn, _infinite(value), value) if floats else value
     _, indices = op.TopK(keys, count, axis=dim, largest=0)
     index = op.Gather(indices, op.Sub(count, _number(1)), axis=dim)
+    if floats:
+        known = op.ReduceSum(op.Cast(op.Not(torn), to=ir.DataType.INT64), _number(dim), keepdims=1)
+        index = _part_infinite(value, dim, index, op.LessOrEqual(count, known))
     return op.GatherElements(value, index, axis=dim), index
+
+
+def _part_infinite(value: Any, dim: int, index: Any, number: Any) -> Any:
+    """`index` of a value among keys where NaN was infinity, or where it is a `number` that of infinity, else of NaN."""
+    torn, whole = op.IsNaN(value), ir.DataType.INT64
+    infinite = op.ArgMax(op.Cast(op.Equal(value, _infinite(value)), to=whole), axis=dim, keepdims=1)
+    first_torn = op.ArgMax(op.Cast(torn, to=whole), axis=dim, keepdims=1)
+    is_torn = op.IsNaN(op.GatherElements(value, index, axis=dim))
+    return op.Where(number, op.Where(is_torn, infinite, index), op.Where(is_torn, index, first_torn))
 
 
 def _kthvalue(self: Any, k: Any, dim: int = -1, keepdim: bool = False) -> tuple[Any, Any]:
@@ -92,7 +105,7 @@ def _nanmedian_dim(self: Any, dim: int, keepdim: bool = False) -> tuple[Any, Any
     count = op.ReduceSum(op.Cast(op.Not(torn), to=ir.DataType.INT64), _number(dim), keepdims=1)
     _, indices = op.TopK(op.Where(torn, _infinite(self), self), _size(self, dim), axis=dim, largest=0)
     at = op.Max(op.Div(op.Sub(count, _number(1)), _number(2)), _number(0))
-    index = op.GatherElements(indices, at, axis=dim)
+    index = _part_infinite(self, dim, op.GatherElements(indices, at, axis=dim), op.Greater(count, _number(0)))
     return _squeeze((op.GatherElements(self, index, axis=dim), index), dim, keepdim)
 
 
