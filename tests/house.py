@@ -113,6 +113,7 @@ MAX_LINES += 850  # what rewrites leave out or run always for a reason that the 
 MAX_LINES += 600  # lists of the last few tensors, elements whose places values choose
 MAX_LINES += 1_000  # parts of a length of their own and lists that grow, followed through what is computed of them
 MAX_LINES += 50  # fewer records of models whose calls take long, answers measured by parts
+MAX_LINES += 40  # orders of infinity and NaN
 MAX_FOLDER_FILES = 20
 MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 50

@@ -66,6 +66,12 @@ ORDERS: dict[str, Callable[[Tensor, Tensor], object]] = {
         *(one.median(1).values for one in behind_nan(x, y)),
         *(one.nanmedian(1).values for one in behind_nan(x, y)),
     ),
+    "largest and smallest of infinity and NaN": lambda x, y: (
+        *(one.topk(k, 1).values for one in behind_nan(x, y) for k in (1, 2, 5)),
+        *(one.topk(k, 1, largest=False).values for one in behind_nan(x, y) for k in (1, 2, 5)),
+        *(one.double().topk(2, 1).values for one in behind_nan(x, y)),
+        *(x.long().topk(2, 1).values, x.topk(1, 0).values, behind_nan(x, y)[1].half().topk(3, 1).values),
+    ),
     "mode": lambda x, y: x.round().mode(1).values,
     "running extremes": lambda x, y: (*x.cummax(1), *x.cummin(0), *(y > 0).cummax(1)),
     "order beside NaN": lambda x, y: (

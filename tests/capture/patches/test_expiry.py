@@ -647,6 +647,7 @@ CASES: dict[Any, Case] = {
     _ATEN.cummin.default: of(lambda x: tuple(x.cummin(1)), R),
     _ATEN.searchsorted.Tensor: of(torch.searchsorted, R.sort(1)[0], R),
     _ATEN.sort.default: of(lambda x: x.log().sort(1).values, R),
+    _ATEN.topk.default: of(lambda x: x.log().topk(2, 1)[0], R),
     _ATEN.sort.stable: of(lambda x: tuple(torch.sort(x, dim=1, stable=True)), R.round()),
     _ATEN.masked_select.default: of(lambda x: x.masked_select(x > 0), R),
     _ATEN.unique_consecutive.default: of(

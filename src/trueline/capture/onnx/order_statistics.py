@@ -36,6 +36,24 @@ def _infinite(like: Any) -> Any:
     return op.CastLike(op.Constant(value_float=float("inf")), like)
 
 
+def _order_keys(value: Any) -> Any:
+    """Numbers in the order of `value`, with NaN above infinity."""
+    most, nan = op.Constant(value=ir.tensor(1.7e308, dtype=ir.DataType.DOUBLE)), op.IsNaN(value)
+    above = op.Constant(value=ir.tensor(float("inf"), dtype=ir.DataType.DOUBLE))
+    return op.Where(nan, above, op.Min(op.Cast(value, to=ir.DataType.DOUBLE), most))
+
+
+def _topk(self: Any, k: Any, dim: int = -1, largest: bool = True, sorted: bool = True) -> tuple[Any, Any]:
+    """NaN is larger than all numbers. Numbers of float64 from 1.7e308 on count as equal."""
+    if not len(self.shape):
+        return op.Identity(self), op.Constant(value_int=0)
+    dim %= len(self.shape)
+    count = _number(k) if isinstance(k, int) else op.Reshape(k, _number(-1))
+    keys = _order_keys(self) if _is_float(self) else self
+    _, index = op.TopK(keys, count, axis=dim, largest=int(largest), sorted=int(sorted))
+    return op.GatherElements(self, index, axis=dim), index
+
+
 def _squeeze(results: tuple[Any, Any], dim: int, keepdim: bool) -> tuple[Any, Any]:
     value, index = results
     return results if keepdim else (op.Squeeze(value, _number(dim)), op.Squeeze(index, _number(dim)))
@@ -288,6 +306,7 @@ TRANSLATIONS: dict[Callable[..., Any], Callable[..., Any]] = {
     _ATEN.amax.default: _extreme("ReduceMax"),
     _ATEN.amin.default: _extreme("ReduceMin"),
     _ATEN.kthvalue.default: _kthvalue,
+    _ATEN.topk.default: _topk,
     _ATEN.median.dim: _median_dim,
     _ATEN.median.default: _median,
     _ATEN.nanmedian.dim: _nanmedian_dim,
