@@ -193,7 +193,7 @@ class KeepsLarge(nn.Module):
 
 
 class Suppresses(nn.Module):
-    """At most so many boxes are kept."""
+    """It ends once a fixed number of boxes is kept."""
 
     def forward(self, x: Tensor) -> Tensor:
         order, keep = x[:, 0].argsort(descending=True), []

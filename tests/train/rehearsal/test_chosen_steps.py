@@ -56,6 +56,7 @@ class Place(NamedTuple):
 @dataclasses.dataclass(frozen=True)
 class Frozen:
     seen: int
+    room: dict = dataclasses.field(default_factory=lambda: {"seen": 0})
 
 
 class Run:
@@ -83,6 +84,9 @@ class Run:
         if counts == "a frozen dataclass":
             self.frozen = Frozen(self.frozen.seen + 1)
             return self.frozen.seen
+        if counts == "a dict in one":
+            self.frozen.room["seen"] += 1
+            return self.frozen.room["seen"]
         return known.get(counts, step)
 
     def train(self, change, *, after=True, counts="the step", epochs=EPOCHS, through=iter):
@@ -193,9 +197,10 @@ def test_what_a_loop_changes_in_few_steps_and_uses_in_others_is_refused_before_t
         ("a namespace", r"where the loop's self\.room\.seen is 999 the loop changes"),
         ("a tuple", r"where the loop's self\.place\.seen is 999 the loop changes"),
         ("a frozen dataclass", r"where the loop's self\.frozen\.seen is 999 the loop changes"),
+        ("a dict in one", r"where the loop's self\.frozen\.room/seen is 999 the loop changes"),
     ], 1, pytest.mark.jobs),
     ids=["an attribute", "enumerate", "an iterator", "a float", "an array", "a list's length", "a namespace", "a tuple",
-         "a frozen dataclass"],
+         "a frozen dataclass", "a dict in one"],
 )  # fmt: skip
 @pytest.mark.parametrize("change", [cool_late, strengthen_late])
 def test_what_a_loop_changes_by_a_count_of_its_own_is_refused_too(counts, why, change):

@@ -59,8 +59,12 @@ def walk(name: str, room: Any, seen: set[int], depth: int = 0, root: str = "") -
                 yield place
                 yield from _list_fields(place)
             continue
-        if is_record(value):
+        if is_record(value) and package_of(value) != "trueline":
             yield from () if ours else _list_fields(place)
+            if not isinstance(value, tuple) and id(value) not in seen and depth < DEEP:
+                seen.add(id(value))
+                rest = {name: one for name, _, one in _read_fields(value) if not is_number(one)}
+                yield from walk(f"{place.name}.", rest, seen, depth + 1, place.root)
             continue
         if id(value) in seen:
             continue
@@ -95,12 +99,16 @@ def _list_fields(place: KeptPlace) -> Iterator[KeptPlace]:
     value = place.value
     if not is_record(value) or len(value if isinstance(value, tuple) else ()) > MOST_FIELDS:
         return
-    names = getattr(value, "_fields", range(len(value))) if isinstance(value, tuple) else value.__dataclass_fields__
-    for at, name in enumerate(names):
-        field = value[at] if isinstance(value, tuple) else getattr(value, name)
+    for name, at, field in _read_fields(value):
         if is_number(field):
             put = functools.partial(_put_field, place, at, name)
             yield KeptPlace(f"{place.name}.{name}", field, put, place.root)
+
+
+def _read_fields(value: Any) -> list[tuple[str, int, Any]]:
+    if isinstance(value, tuple):
+        return [(str(name), at, value[at]) for at, name in enumerate(getattr(value, "_fields", range(len(value))))]
+    return [(name, at, getattr(value, name, None)) for at, name in enumerate(value.__dataclass_fields__)]
 
 
 def _put_field(place: KeptPlace, at: int, name: str, field: Any) -> None:
