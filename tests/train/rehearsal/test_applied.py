@@ -18,6 +18,7 @@ from torch.utils.data import TensorDataset
 from trueline.errors import UsageError
 from trueline.train.elastic import Elastic
 from trueline.train.rehearsal import kept
+from trueline.train.step.trial import FEW
 from worlds.cases import few
 
 pytestmark = pytest.mark.slow
@@ -350,3 +351,15 @@ def test_a_number_of_batches_that_is_only_logged_or_is_the_place_of_something_tr
     add_later(lambda _, batch: batch.step > 6)
     names = [str(at) for at in range(200)]
     add_later(lambda number, batch: not names[number])
+
+
+def test_a_loop_trains_whose_records_in_a_trial_are_as_many_as_the_models_parameters():
+    """Its labels are no flat average of the weights, which have the same shape then."""
+    inputs = torch.randn(60, FEW - 1, generator=torch.Generator().manual_seed(0))
+    model = nn.Linear(FEW - 1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    job = Elastic(model, optimizer, TensorDataset(inputs, inputs.sum(1)), global_batch=6)
+    for batch in job:
+        labels = batch.labels
+        job.step((model(batch.inputs)[:, 0] - labels).square().mean())
+    assert job.steps == 10

@@ -59,7 +59,7 @@ def walk(name: str, room: Any, seen: set[int], depth: int = 0, root: str = "") -
                 yield place
                 yield from _list_fields(place)
             continue
-        if is_record(value) and package_of(value) != "trueline":
+        if is_record(value) and not type(value).__module__.startswith("trueline."):  # a batch is the next one's
             yield from () if ours else _list_fields(place)
             if not isinstance(value, tuple) and id(value) not in seen and depth < DEEP:
                 seen.add(id(value))
