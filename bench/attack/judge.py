@@ -215,6 +215,10 @@ class _Judge:
             for at in range(12, 12 + BORDERS):
                 scale = float(2 ** (at % 4))
                 yield self.subject.model().shaken(at, scale).answer(shake(arrays, at, scale))
+        for at in range(ROUNDED + 1, ROUNDED + 1 + BORDERS):  # `x > 0` of many numbers, some of them near 0
+            wide = self.subject.model().widened()
+            if wide is not None:
+                yield wide.answer(arrays, wide=True, rounded=at)
 
     def fast_path(self, arrays: Mapping[str, Array], expected: list[Array], answer: list[Array], where: str) -> None:
         """Evaluated as a user does, torch may take another path; capture has to say that it does not."""
