@@ -288,11 +288,12 @@ def test_a_trial_that_hangs_on_a_lock_which_a_thread_held_is_made_once_more(monk
     assert hung == ["ChosenStepsTrial"]
 
 
-def test_a_trial_that_has_no_time_left_says_at_which_step(monkeypatch):
+def test_a_trial_that_has_no_time_left_says_at_which_step_and_many_batches_find_it(monkeypatch):
     told = []
     monkeypatch.setattr(chosen_steps, "MOST_S", 0.0)
     monkeypatch.setattr(fork.events, "emit", lambda name, **fields: told.append((name, fields.get("why", ""))))
-    Run().train(cool_once, after=False)
+    with pytest.raises(UsageError, match=r"within \d+ batches the loop changes"):
+        Run().train(cool_once, after=False)
     assert [why for name, why in told if name == "loop.untried"] == [
         "what it does at steps that it compares its own with: no time was left in step 17"
     ]

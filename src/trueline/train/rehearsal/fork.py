@@ -43,6 +43,7 @@ from trueline.train.rehearsal.extremes import ExtremesTrial, wants_extremes
 from trueline.train.rehearsal.fresh import FreshTrial
 from trueline.train.rehearsal.steps.chosen_counts import ChosenCountsTrial
 from trueline.train.rehearsal.steps.chosen_steps import ChosenStepsTrial
+from trueline.train.rehearsal.steps.many_batches import ManyBatchesTrial
 from trueline.train.step.contribution import StepBatch
 from trueline.train.step.model_traits import ModelTraits
 from trueline.train.step.optimizer_settings import OptimizerSettings
@@ -63,6 +64,7 @@ CHOSEN = ChosenCountsTrial, ChosenStepsTrial
 _WORDS = {
     ChosenCountsTrial: "where it counts to numbers that its code names",
     ChosenStepsTrial: "at steps that its code names",
+    ManyBatchesTrial: "in many batches one after another",
     FreshTrial: "in a process that has computed nothing else",
     LossTrial: "whole and in parts, and at later steps",
     DoubleTrial: "in double precision",
@@ -118,6 +120,9 @@ def try_loop(trial: LossTrial, shown: ModelTraits, optimizer_step: OptimizerStep
         yield from try_again(steps := ChosenStepsTrial(trial, optimizer_step.settings), None)
         if steps.untried:
             events.emit("loop.untried", why=f"what it does at steps that it compares its own with: {steps.untried}")
+        yield from try_again(many := ManyBatchesTrial(trial, places.list_caller_spaces, optimizer_step.settings), None)
+        if not many.tries:
+            events.emit("loop.untried", why="what it does in many batches: it ended, took too long, or its loss drifts")
         if wants_double(trial.inputs, trial.traits):
             yield from try_again(DoubleTrial(trial), optimizer_step.settings)
         if wants_numbers(trial.traits):
@@ -336,7 +341,7 @@ def _encode(error: Exception) -> dict[str, str]:
 def _serve(line: socket.socket, pid: int, trial: ForkedTrial, *, again: bool) -> dict[str, Any] | TruelineError | None:
     """Reads for the fork `pid` until it has its answers; None if it ends without the first one. Raises TimeoutError if
     it hangs, except after the first answer if no other fork follows (`again`)."""
-    most_s = AFTER_S if isinstance(trial, CHOSEN) else math.inf
+    most_s = AFTER_S if isinstance(trial, (*CHOSEN, ManyBatchesTrial)) else math.inf
     first = _receive_answer(line, pid, trial.inputs, most_s=most_s)
     if first is None or "code" in first:
         return None if first is None else _make_error(first)
@@ -374,8 +379,8 @@ def _receive_answer(
         try:
             head, memory = receive(line)
         except TimeoutError:
-            now = _used_s(pid)
-            idle, used = (idle + LOOK_S if now == used and _waits(pid) else 0.0), now
+            now, waits = _used_s(pid), psutil.Process(pid).status() == psutil.STATUS_SLEEPING
+            idle, used = (idle + LOOK_S if now == used and waits else 0.0), now
             continue
         except OSError:
             return None
@@ -393,8 +398,3 @@ def _receive_answer(
 
 def _used_s(pid: int) -> float:
     return float(sum(psutil.Process(pid).cpu_times()[:2]))
-
-
-def _waits(pid: int) -> bool:
-    """Whether the fork waits for something. One that gets no processor, or is stopped from outside, does not hang."""
-    return psutil.Process(pid).status() == psutil.STATUS_SLEEPING

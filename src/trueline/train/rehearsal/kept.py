@@ -30,7 +30,7 @@ from trueline.train.rehearsal.places import KeptPlace
 MOST_PLACES, LONG = 4096, 2048
 """Places that are looked at, and the length of a list that was made longer."""
 MOST_TRIED, SAMPLE, FAR = 16, 4096, 1_000_003
-_JOINS = "a worker that joins receives model, optimizer and scheduler, and nothing that Python code has counted or kept"
+JOINS = "a worker that joins receives model, optimizer and scheduler, and nothing that Python code has counted or kept"
 
 
 Shown = Sequence[float]
@@ -66,13 +66,13 @@ class KeptNames:
             place for place in self.list_places()
             if place.name in before and place.name in after
             and (_differ(before[place.name], after[place.name]) or _has_grown(place.value, after[place.name]))
-        ][:MOST_TRIED]  # fmt: skip
+        ]  # fmt: skip
 
     def list_changes(self) -> list[tuple[KeptPlace, AbstractContextManager[None]]]:
         """The places that differ, each with a block in which it has another value: one far away; then, of a list from
         which each batch may take one, the same items in another order; and, of those that can, the one from before the
         first batch."""
-        changed = self.list_changed()
+        changed = self.list_changed()[:MOST_TRIED]
         turned = [(place, _turn(place.value)) for place in changed if type(place.value) in (list, deque)]
         firsts = [(place, self._first.get(place.name)) for place in changed]
         began = [(place, _begin_again(place.value, first, place.put)) for place, first in firsts if first is not None]
@@ -168,7 +168,7 @@ def _detach(value: Any) -> Any:
 
 
 @contextmanager
-def _begin_again(value: Any, first: Any, put: Callable[[Any], None]) -> Iterator[None]:
+def _begin_again(value: Any, first: Any, put: Callable[[Any], object]) -> Iterator[None]:
     """Gives a place the value `first`, as `_keep` has kept it, while the block runs; a collection the items that it had
     then, as far as its order tells."""
     if type(value) in places.GROWING:
@@ -292,6 +292,6 @@ def refuse(place: KeptPlace, shown: Shown, changed: Shown) -> UsageError:
     """The error for a place that the loss uses."""
     return UsageError(
         f"the loss uses {place.name}, which each batch changes: with another value there {compare(shown, changed)}",
-        hint=f"{_JOINS}: keep it in a buffer of the model (self.register_buffer), or count with batch.step in a loop "
+        hint=f"{JOINS}: keep it in a buffer of the model (self.register_buffer), or count with batch.step in a loop "
         "over trueline.Elastic",
     )

@@ -12,13 +12,14 @@ import os
 import random
 import sys
 import threading
-from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterator, Mapping
+from collections import Counter, OrderedDict, UserDict, UserList, defaultdict, deque
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from dataclasses import dataclass
 from datetime import datetime
 from decimal import Decimal
 from fractions import Fraction
-from types import FrameType, FunctionType, MethodType, ModuleType, SimpleNamespace
+from types import FrameType, FunctionType, MappingProxyType, MethodType, ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -31,10 +32,12 @@ MOST_ITEMS, DEEP = 256, 4
 GROWING = (list, deque, set, dict, OrderedDict, Counter, defaultdict)
 """Collections whose length is looked at."""
 _OF_MODULES = ("training", "_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
-HOLDERS = (SimpleNamespace, argparse.Namespace, threading.local)
+HOLDERS = (SimpleNamespace, argparse.Namespace, threading.local, UserDict, UserList)
 """Objects of the standard library with attributes of the user's."""
 MOST_FIELDS = 8
 """Of a tuple, that are looked at one by one."""
+PlacedItem = tuple[Any, Any, Callable[[Any], object]]
+"""A name, a value, and what puts another one there."""
 _INSTALLED = ("site-packages", "dist-packages", os.path.dirname(os.__file__))
 
 
@@ -42,7 +45,7 @@ _INSTALLED = ("site-packages", "dist-packages", os.path.dirname(os.__file__))
 class KeptPlace:
     name: str
     value: Any
-    put: Callable[[Any], None]
+    put: Callable[[Any], object]
     root: str = ""
     """The name in the user's code from which it is reached."""
 
@@ -50,7 +53,7 @@ class KeptPlace:
 def walk(name: str, room: Any, seen: set[int], depth: int = 0, root: str = "") -> Iterator[KeptPlace]:
     """The places in `room` and below; `seen`: ids of what is left out."""
     ours = package_of(room) == "trueline"  # which may hold a data set of the user's
-    for key, value, put in _list_items(room):
+    for key, value, put in map(_look_inside, _list_items(room)):
         if isinstance(key, str) and (key.startswith("__") or key.rpartition(".")[2] in _OF_MODULES):
             continue
         place = KeptPlace(f"{name}{key}", value, put, root or f"{name}{key}")
@@ -82,6 +85,16 @@ def walk(name: str, room: Any, seen: set[int], depth: int = 0, root: str = "") -
             yield from walk(f"{place.name}{'/' if dotted else '.'}", inner, seen, depth + 1, place.root)
         if inner is not None and isinstance(value, FunctionType) and id(value.__globals__) not in seen:
             yield from walk(f"{place.name}'s ", GlobalNames(value), seen, depth + 1)
+
+
+def _look_inside(item: PlacedItem) -> PlacedItem:
+    """Of a variable of a context what it is set to, and of a progress bar of tqdm its count."""
+    key, value, _ = item
+    if isinstance(value, ContextVar):
+        return f"{key}'s value", value.get(None), value.set
+    if any(base.__module__.partition(".")[0] == "tqdm" for base in type(value).__mro__) and hasattr(value, "n"):
+        return f"{key}.n", value.n, functools.partial(setattr, value, "n")
+    return item
 
 
 def is_number(value: Any) -> bool:
@@ -183,7 +196,7 @@ def is_users_function(function: FunctionType) -> bool:
 def package_of(value: Any) -> str | None:
     """Empty: the user's. None: it is of no interest."""
     kind = value if isinstance(value, type) else type(value)
-    if isinstance(value, Mapping) or not (hasattr(value, "__dict__") or hasattr(value, "__slots__")):
+    if isinstance(value, dict) or not (hasattr(value, "__dict__") or hasattr(value, "__slots__")):
         return None
     if kind.__module__.startswith("trueline."):
         return "trueline" if kind.__module__.startswith("trueline.data.") and kind is not value else None
@@ -193,8 +206,8 @@ def package_of(value: Any) -> str | None:
     return "" if file and not any(part in str(file) for part in _INSTALLED) else None
 
 
-def _list_items(room: Any) -> Iterator[tuple[Any, Any, Callable[[Any], None]]]:
-    if isinstance(room, Mapping):
+def _list_items(room: Any) -> Iterator[PlacedItem]:
+    if isinstance(room, dict | MappingProxyType):
         for key, value in list(room.items()):
             yield key, value, functools.partial(_put_item, room, key)
     elif isinstance(room, torch.nn.Module):
@@ -219,7 +232,7 @@ def _read_slots(room: Any) -> dict[str, Any]:
     return {name: getattr(room, name) for name in sorted(slots) if hasattr(room, name)}
 
 
-def _list_enclosed(function: FunctionType) -> Iterator[tuple[Any, Any, Callable[[Any], None]]]:
+def _list_enclosed(function: FunctionType) -> Iterator[PlacedItem]:
     """The variables around a function that it uses, and its defaults: a dict among them lasts from call to call."""
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
         try:

@@ -27,6 +27,7 @@ from trueline.train.rehearsal.extremes import ExtremesTrial, wants_extremes
 from trueline.train.rehearsal.fresh import FreshTrial
 from trueline.train.rehearsal.steps.chosen_counts import ChosenCountsTrial, list_singles
 from trueline.train.rehearsal.steps.counts import list_counts
+from trueline.train.rehearsal.steps.many_batches import ManyBatchesTrial
 from trueline.train.settings import JobSettings
 from trueline.train.step import model_traits, trial
 from trueline.train.step.contribution import StepBatch
@@ -114,6 +115,7 @@ class RecipeTrial:
         counts = ChosenCountsTrial(tried, self._list_spaces)
         if self._counts:
             trials.append(counts)
+        trials.append(ManyBatchesTrial(tried, self._list_spaces, None))
         for one in trials if fork.can_fork(self._model) else ():
             with contextlib.closing(fork.try_again(one, None)) as batches:
                 all(self._take(tried, batch) for batch in batches)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections import deque
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,13 +16,14 @@ from trueline.errors import join_names
 from trueline.train.rehearsal import kept
 from trueline.train.rehearsal.places import KeptPlace
 
-_LISTS = (list, deque)
+_KEYED = (set, dict, OrderedDict, defaultdict)
+_COLLECTIONS = (list, deque, *_KEYED)
 
 
 @dataclass(frozen=True, slots=True)
 class CountedNumber:
     """A place that each batch changes, and the number from which each batch of the trial begins there: of a tensor or
-    an array its one element, of an iterator what comes next, of a list its length."""
+    an array its one element, of an iterator what comes next, of a collection its length."""
 
     place: KeptPlace
     first: Any
@@ -37,7 +38,7 @@ class CountedNumber:
         if isinstance(value, torch.Tensor | np.ndarray):
             number = value.item() if math.prod(value.shape) == 1 else None
             return cls(place, number) if type(number) in (int, float) else None
-        if type(value) in _LISTS:
+        if type(value) in _COLLECTIONS:
             return cls(place, len(value)) if value else None
         return cls(place, value) if type(value) in (int, float) or isinstance(value, np.integer) else None
 
@@ -52,10 +53,8 @@ class CountedNumber:
             value.detach().fill_(number)
         elif isinstance(value, np.ndarray):
             value.fill(number)
-        elif type(value) in _LISTS:
-            items = list(itertools.islice(itertools.cycle(value), max(int(number), 1)))
-            value.clear()
-            value.extend(items)
+        elif type(value) in _COLLECTIONS:
+            _lengthen(value, max(int(number), 1))
         elif isinstance(value, np.integer):
             self.place.put(type(value)(number))
         else:
@@ -66,6 +65,20 @@ class CountedNumber:
             self.place.put(kept.copy_count(self.first))
         else:
             self.write(self.first)
+
+
+def _lengthen(value: Any, length: int) -> None:
+    """Gives a collection `length` items: more of those that it has, under keys that no code asks for."""
+    items = list(value.items() if isinstance(value, dict) else value)
+    more = max(length - len(items), 0)
+    if not isinstance(value, _KEYED):
+        items += itertools.islice(itertools.cycle(items), more)
+    elif isinstance(value, dict):
+        items += ((("more", at), item) for at, (_, item) in zip(range(more), itertools.cycle(items), strict=False))
+    else:
+        items += (("more", at) for at in range(more))
+    value.clear()
+    value.update(items[:length]) if isinstance(value, _KEYED) else value.extend(items[:length])
 
 
 def list_counts(memory: kept.KeptNames) -> list[CountedNumber]:
