@@ -26,7 +26,7 @@ from trueline.data.loading import seeding
 from trueline.data.source import Batch
 from trueline.errors import UsageError
 from trueline.train import dynamo
-from trueline.train.rehearsal import applied, copies, kept
+from trueline.train.rehearsal import applied, copies, kept, modes
 from trueline.train.rehearsal.kept import JOINS
 from trueline.train.rehearsal.steps.chosen_steps import spare_programs
 from trueline.train.step import model_traits
@@ -60,7 +60,8 @@ class ManyBatchesTrial:
         self._total = max(given.total_steps, given.hidden_steps)
         self._memory = kept.KeptNames(given.model, spaces)
         self._shown: list[tuple[kept.Shown, list[float]]] = []
-        self._passes, self._given = False, 0
+        self._passes, self._given, self._show_s = False, 0, 0.0
+        self._begun: list[bool] = []
         self.tries = 0
 
     def answer(self) -> dict[str, Any]:
@@ -76,43 +77,48 @@ class ManyBatchesTrial:
         applied.spare_files()
         spare_programs()
         batch = self.inputs.reader.read(self._ids, epoch=0)
-        for _ in range(3):
+        for _ in range(2):
+            began = time.process_time()
             yield from self._show(batch)
             self._memory.look()
-        if self._find_other(self._shown[1]):
+        self._show_s = time.process_time() - began
+        if self._find_other(self._shown[0]):
             return  # other trials decide
-        own = {place.name for place in self._memory.list_changed()}
-        for outputs in (None, Outputs(self.inputs.model)):
+        own, self._begun = {place.name for place in self._memory.list_changed()}, self._read_modes()
+        stages = [None, Outputs(self.inputs.model)]
+        for outputs in stages if self._show_s < MOST_S / 4 else stages[1:]:
             with nullcontext() if outputs is None else outputs.replay():
                 yield from self._hand_out(batch, outputs, own)
             if self.tries >= min(self._total, ENOUGH):
                 return
 
     def _hand_out(self, batch: Batch, outputs: Outputs | None, own: set[str]) -> Batches:
-        """Batches until there have been as many as there are steps, or no time or memory is left."""
-        until, on_clock = time.process_time() + MOST_S, time.monotonic() + 2 * MOST_S
+        """Batches until there have been as many as there are steps, or no time or memory is left. What they have
+        changed is looked at after the last, and after 1, 2, 4, ... where looking takes a small part of the time."""
+        began, clock = time.process_time(), time.monotonic()
         process, weights = psutil.Process(), [copies.glance(value) for value in copies.list_weights(self.inputs.model)]
-        most, number, compare_at = process.memory_info().rss + MOST_BYTES, 0, 1
-        while number < self._total and time.process_time() < until and time.monotonic() < on_clock:
+        most, number, look_at, ends = process.memory_info().rss + MOST_BYTES, 0, 1, False
+        while not ends:
             self._passes = True
             with model_traits.restore_buffers(self.inputs.model):
-                while number < compare_at and number < self._total:
+                while number < look_at and not ends:
                     if outputs is not None:
                         outputs.begin()
                     yield from self._one(batch, number)
                     number += 1
-                    if time.process_time() > until or time.monotonic() > on_clock:
-                        break
-                    if not number % LOOK_EACH and process.memory_info().rss > most:
-                        until = 0.0
-            self._passes = False
-            with nullcontext() if outputs is None else outputs.close():
-                yield from self._show(batch)
+                    ends = number == self._total or time.process_time() - began > MOST_S
+                    ends |= time.monotonic() - clock > 2 * MOST_S
+                    ends |= not number % LOOK_EACH and process.memory_info().rss > most
+            self._passes, look_at = False, 2 * look_at
             if not copies.are_equal(weights, copies.list_weights(self.inputs.model)):
                 raise self._refuse_changed_weights()
-            if what := self._find_other(self._shown[2]):
+            if not ends and time.process_time() - began < 4 * self._show_s:
+                continue
+            with nullcontext() if outputs is None else outputs.close():
+                yield from self._show(batch)
+            if what := self._find_other(self._shown[1]):
                 raise self._refuse(what, own)
-            self.tries, compare_at = max(self.tries, number), 2 * compare_at
+            self.tries = max(self.tries, number)
 
     def _one(self, batch: Batch, step: int) -> Batches:
         eager = torch.compiler.set_stance("force_eager") if dynamo.is_loaded() else nullcontext()
@@ -152,11 +158,17 @@ class ManyBatchesTrial:
         changed = [place.name for place in self._memory.list_changed() if place.name not in own]
         names = f" ({', '.join(changed[:3])})" if changed else ""
         count = "batch.step" if self._settings else "a buffer of the model that counts (self.register_buffer)"
+        hint = f"{JOINS}: compute it in each batch from {count}, or keep it in a buffer of the model"
+        if (now := self._read_modes()) != self._begun:
+            names, hint = f": {modes.describe_left(self.inputs.model, now, self._begun)}", modes.HINT
         return UsageError(
             f"within {self._given} batches {self._code} changes something that later batches use{names}; after them "
             f"{what}, with equal seeds and parameters",
-            hint=f"{JOINS}: compute it in each batch from {count}, or keep it in a buffer of the model",
+            hint=hint,
         )
+
+    def _read_modes(self) -> list[bool]:
+        return [part.training for part in self.inputs.model.modules()]
 
 
 class Outputs:
