@@ -168,3 +168,16 @@ def test_what_a_recipe_changes_in_few_batches_and_later_ones_use_is_refused(name
 )
 def test_what_a_recipe_notes_in_few_batches_and_no_loss_uses_trains(loss, make):
     assert try_recipe(loss, make).reduction == "mean"
+
+
+def test_a_recipe_whose_first_trial_failed_has_its_records_watched_as_others(monkeypatch):
+    """A server that dies meanwhile fails the trial; the next one takes other records."""
+    wanted = try_recipe(plain).looks
+    begun = RecipeTrial._try_loss
+
+    def fail_first(self, tried):
+        return tried.inputs.attempt > 0 and begun(self, tried)
+
+    monkeypatch.setattr(RecipeTrial, "_try_loss", fail_first)
+    assert wanted
+    assert try_recipe(plain).looks == wanted

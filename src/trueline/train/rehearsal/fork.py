@@ -379,7 +379,7 @@ def _receive_answer(
         try:
             head, memory = receive(line)
         except TimeoutError:
-            now, waits = _used_s(pid), psutil.Process(pid).status() == psutil.STATUS_SLEEPING
+            now, waits = _used_s(pid), psutil.Process(pid).status() == psutil.STATUS_SLEEPING  # else it gets no core
             idle, used = (idle + LOOK_S if now == used and waits else 0.0), now
             continue
         except OSError:

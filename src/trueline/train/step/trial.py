@@ -160,10 +160,10 @@ class LossTrial:
         if trial.chosen is not None:
             return trial.chosen
         given = trial.reader, trial.num_records, trial.most, np.random.default_rng([trial.seed % 2**32, attempt])
-        if attempt:
+        if attempt and self._looks:
             return features.choose_any(*given)
         chosen, self._looks = features.choose_different(*given, apart=trial.options.reduction == "auto")
-        return chosen
+        return features.choose_any(*given) if attempt else chosen
 
     def is_finite(self) -> bool:
         """Whether all losses of the last batches, and their gradients, are finite."""
