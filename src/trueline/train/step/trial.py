@@ -115,8 +115,8 @@ class LossTrial:
         self._used: set[frozenset[int]] = set()  # of each batch, the parameters that led to its loss
         self._marked = min(self._parameters, key=torch.Tensor.numel, default=None)
         """Has a large gradient while the loop's code runs, which shows what that does with gradients."""
-        self.took_s = 0.0
-        self.earlier = trial.attempt + parse_ref(os.environ.get("TRUELINE_REF") or "worker-0.0")[2]
+        self.took_s, self._deaths = 0.0, parse_ref(os.environ.get("TRUELINE_REF") or "worker-0.0")[2]
+        self.earlier = trial.attempt + self._deaths
         self._state: tuple[Any, ...] = ()
         self._changes: list[dict[str, torch.Tensor]] = []  # what each try added to the model's buffers
         self._buffers: set[str] = set()
@@ -160,7 +160,7 @@ class LossTrial:
         if trial.chosen is not None:
             return trial.chosen
         given = trial.reader, trial.num_records, trial.most, np.random.default_rng([trial.seed % 2**32, attempt])
-        if attempt and self._looks:
+        if attempt and (self._looks or self._deaths):  # a look at many records may be what this slot died of
             return features.choose_any(*given)
         chosen, self._looks = features.choose_different(*given, apart=trial.options.reduction == "auto")
         return features.choose_any(*given) if attempt else chosen
