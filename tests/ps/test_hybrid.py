@@ -212,6 +212,15 @@ def test_servers_are_added_and_taken_while_training_goes_on_whoever_dies_meanwhi
     assert count_uneven(checkpoint.latest(job / "checkpoints")) == 0
 
 
+@pytest.mark.parametrize("every", [1, 7])
+def test_servers_are_added_and_taken_between_checkpoints_however_often_these_are_due(tmp_path, every):
+    job = tmp_path / "job"
+    scaler = Scaler(job, [5, 2], "")
+    with events.listening(scaler), pytest.raises(JobStopped):
+        train(RECIPE, job_dir=job, strategy="hybrid", workers=2, servers=3, epochs=ENDLESS, checkpoint_every=every)
+    assert scaler.reached == 2
+
+
 def test_the_steps_of_a_job_whose_servers_change_are_those_of_one_that_keeps_them(tmp_path):
     """The job is halted when its servers are three, at whatever step; another one has a checkpoint of that step."""
     recipe, job, plain, saved = RECIPE.with_name("served.py"), tmp_path / "job", tmp_path / "plain", dict[int, str]()

@@ -55,6 +55,7 @@ class ServerKeeper:
         self._kept = self._read()
         self._aligned = False
         self._mover = BucketMover(self._link, lambda routing: self._note(routing=routing))
+        self._saves = 0, 0  # the steps of the last two checkpoints
         self._pace = (0.0, 0, 0.0)  # when a step was first seen, that step, and about how long a step takes
 
     @property
@@ -254,7 +255,8 @@ class ServerKeeper:
 
     async def save(self, step: int) -> HybridAnswer:
         assert self._kept is not None
-        async with self._pausing():
+        self._saves = self._saves[1], step
+        async with self._pausing(step):
             return HybridAnswer(folder=await self._files.begin(step, self._kept.routing.servers))
 
     async def wait_saved(self, step: int, folder: str) -> HybridAnswer:
@@ -316,7 +318,8 @@ class ServerKeeper:
                 return
             try:
                 async with self._changing:
-                    await self._mover.move(self._kept.spec, self._kept.routing, stage, self._pace[2])
+                    following = 2 * self._saves[1] - self._saves[0]  # the steps of the next checkpoint
+                    await self._mover.move(self._kept.spec, self._kept.routing, stage, self._pace[2], following)
                 return
             except cuts.CutBroken as error:
                 self._master.emit("cut.broken", why=str(error))
@@ -336,9 +339,9 @@ class ServerKeeper:
             await link.route(self._kept.routing)
 
     @contextlib.asynccontextmanager
-    async def _pausing(self) -> AsyncIterator[None]:
-        """Within the block no buckets move."""
-        self._mover.give_way()
+    async def _pausing(self, steps: int = 0) -> AsyncIterator[None]:
+        """Within the block no buckets move. `steps`: those that workers have made, as far as it is known."""
+        self._mover.give_way(steps)
         async with self._changing:
             yield
 

@@ -25,23 +25,28 @@ class BucketMover:
         self._link, self._keep = link, keep
         self._number = 0
         self._reaching: asyncio.Future[list[ServerReport]] | None = None
+        self._steps = 0  # of the cut that is being reached
 
-    def give_way(self) -> None:
-        """Ends a cut that is not reached yet: workers wait for something else, and make no step until they have it."""
-        if self._reaching is not None:
+    def give_way(self, steps: int = 0) -> None:
+        """Ends a cut that cannot be reached: workers have made `steps` steps, wait for something else, and make no
+        further one until they have it."""
+        if self._reaching is not None and self._steps > steps:
             self._reaching.cancel()
 
-    async def move(self, spec: ModelSpec, before: Routing, after: Routing, step_s: float) -> None:
-        """Returns when the servers have the routing `after`. `step_s`: about how long a step takes. Raises CutBroken;
-        then servers may have rows of a move that came to nothing, until they are given the routing that counts."""
+    async def move(self, spec: ModelSpec, before: Routing, after: Routing, step_s: float, until: int = 0) -> None:
+        """Returns when the servers have the routing `after`. `step_s`: about how long a step takes. `until`: the steps
+        after which workers will wait for something else; a cut that is due later would not be reached. Raises
+        CutBroken; then servers may have rows of a move that came to nothing, until they are given the routing that
+        counts."""
         links = {ref: self._link(ref) for ref in dict.fromkeys((*before.servers, *after.servers))}
         own = {ref: links[ref] for ref in before.servers}
         ahead = max(AHEAD, math.ceil(AHEAD_S / step_s)) if step_s > 0 else AHEAD
         try:
-            steps = max([(await link.stats()).steps for link in own.values()]) + ahead
+            made = max([(await link.stats()).steps for link in own.values()])
         except (OSError, TimeoutError) as error:
             raise CutBroken(f"a server is away: {error}") from error
         self._number += 1
+        steps = self._steps = until if made < until < made + ahead else made + ahead
         async with AsyncExitStack() as stack:
             cut = cuts.cut(own, self._number, {0: ((0, steps),)}, max(cuts.REACH_S, 3 * (ahead + 1) * step_s))
             reaching = self._reaching = asyncio.ensure_future(stack.enter_async_context(cut))
