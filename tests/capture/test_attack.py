@@ -7,6 +7,7 @@ import argparse
 import itertools
 import json
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -218,6 +219,19 @@ def test_an_answer_beyond_a_border_is_right_where_capture_names_the_border_and_t
     said = "onnx: proven (answers jump where a rounded number decides: recipe.py:9)"
     assert ask((0, 0), said) == ""
     assert ask((1, far), said) != ""
+
+
+def test_an_answer_is_right_that_another_order_of_a_sum_gives() -> None:
+    """The mean of six numbers is 1 in float64 and in the model's order of them, and 1 - 2**-24 in another."""
+    tenths = np.array([[33, 31, -20, 38, 19, 19]], dtype=np.float32) * np.float32(0.05)
+    snapped = "h = torch.fake_quantize_per_tensor_affine(h, 0.05, 0, -128, 127)"  # nor do inputs near these help
+    steps = replace(IDIOMS["relu"], lines=(snapped, "h = h.mean(1).long().float()"))
+    subject = Subject(grammar.source(grammar.Sketch("R", (steps,), 0, "plain", "tensor")))
+    there, expected = {"x": tenths}, subject.fresh({"x": tenths})
+    assert not isinstance(expected, str)
+    judge_ = judge_of(subject, Planted(subject), np.random.default_rng(0), Verdict(), "")
+    assert judge_.compare(there, expected, [expected[0] - 1]) == ""
+    assert judge_.compare(there, expected, [expected[0] + 30]) != ""
 
 
 def test_a_seed_names_its_models() -> None:
