@@ -140,8 +140,8 @@ class _Rounded(TorchDispatchMode):
 
     A float32 operator that is right to one unit in the last place returns one of the two, so each such run is an answer
     that the model might as well have given. Shaken inputs and weights do not show this: the positions of `grid_sample`
-    are made of sizes, and `tanh(9)` is the same for inputs near 9. Results that float32 holds stay as they are, but sums
-    are off by half a unit of what is added up: in another order, a sum of rounded terms may not be the whole number.
+    are made of sizes, and `tanh(9)` is the same for inputs near 9. Results that float32 holds stay as they are. Sums
+    are off by half a unit of what is added up: rounded terms make a whole number in one order and not in another.
     """
 
     supports_higher_order_operators = True

@@ -100,6 +100,15 @@ def test_relations_between_symbols_stay_in_words_and_those_that_follow_are_left_
     assert not wide.allows({"batch": 1, "length": 4, "other": 6})
 
 
+def test_a_size_that_a_guard_of_several_pins_is_the_range_of_its_symbol() -> None:
+    """Each claim: else a batch "from 1 up" was claimed beside "batch is 3"."""
+    for claim in claimed(f"(-1 + {L} + {L}*{A})//{L} == 3"):
+        assert claim.dims["batch"] == Dim(min=3, max=3)
+        assert claim.guards == ()
+    for free in (f"{A}*{L} == 6", f"{A} + {L} == 2", f"{L} == 7*{A} + 5000"):
+        assert all(claim.dims["batch"].min != claim.dims["batch"].max for claim in claimed(free))
+
+
 def test_guards_of_strides_and_devices_say_nothing_about_sizes() -> None:
     wide = claimed("L['tensors'][0].stride()[0] == 8", "s77 <= 20", "L['tensors'][0].requires_grad == False")[0]
     assert wide.guards == ()

@@ -47,6 +47,21 @@ class Neighbours(nn.Module):
         return torch.stack([row - x.mean(0) for row in x])
 
 
+class BaggedRows(nn.Module):
+    """Each record's bag of ids, one record after the other; the exporter says by sizes of both that the batch is 3."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bag = nn.EmbeddingBag(20, 6, mode="sum")
+
+    def forward(self, ids: Tensor, pick: Tensor) -> Tensor:
+        rows: Tensor = self.bag(ids)
+        rows = rows + rows.gather(1, pick.unsqueeze(1))
+        for at in range(rows.shape[0]):
+            rows[at] * 2 if at < 40 else rows[at]
+        return rows
+
+
 class Shuffled(nn.Module):
     """The columns of each record in an order that is drawn for it, and how many there are."""
 
@@ -68,6 +83,15 @@ def test_a_model_that_loops_over_its_records_is_proven_for_any_batch_in_both_for
         assert found.proven, found.reason
         batches = {one.shapes["x"][0] for one in found.evidence if one.verdict == "agrees"}
         assert batches >= {1, 2, 3, 32}
+
+
+def test_a_batch_that_only_a_guard_of_several_sizes_fixes_is_taken_record_by_record_too() -> None:
+    pick = torch.tensor([0, 5, 2])
+    shorter, longer = ((torch.randint(0, 20, (3, length)), pick) for length in (3, 16))
+    eager = EagerSession(BaggedRows().eval(), shorter, others=[longer])
+    exported = torch_export.export(eager.module, eager.calling)
+    assert "one record after the other" in exported.how
+    assert exported.signature.dims["batch"].allows(1)
 
 
 def test_records_that_look_at_each_other_are_not_taken_one_by_one_and_the_first_refusal_stands() -> None:

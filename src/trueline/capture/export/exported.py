@@ -5,8 +5,9 @@ from dataclasses import dataclass
 
 import torch
 
-from trueline.bundle.signature import Signature
+from trueline.bundle.signature import Signature, TensorSpec
 from trueline.capture.model.code_paths import SourceLine
+from trueline.capture.model.signature import BATCH
 from trueline.errors import CaptureError
 
 STATE_HINT = (
@@ -48,3 +49,13 @@ class Fixed(CaptureError):
     def __init__(self, message: str, *, hint: str, symbol: str, size: int) -> None:
         super().__init__(message, hint=hint)
         self.symbol, self.size = symbol, size
+
+
+def fixed_error(spec: TensorSpec, axis: int, size: int, fixed: Mapping[int, SourceLine]) -> Fixed:
+    """The error for a dimension that a program has `size` of only. `fixed`: the line that wrote the number."""
+    symbol = str(spec.shape[axis])
+    what = "batches" if symbol == BATCH else f"a '{symbol}'"
+    why = f"the exported program works for {what} of {size} only (dimension {axis} of input '{spec.name}')"
+    act = "leave that dimension out of dynamic_shapes(), or write the model without the number"
+    message, hint = (f"{why}: {act}", f"{fixed[size]}") if size in fixed else (why, act)
+    return Fixed(message, hint=hint, symbol=symbol, size=size)

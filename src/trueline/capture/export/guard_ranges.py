@@ -13,7 +13,7 @@ import itertools
 import math
 import re
 from bisect import bisect_left
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -257,7 +257,23 @@ def _reduce(guards: Iterable[Guard], spans: Mapping[str, Dim]) -> Claim:
             cut = cut & holding(other, sizes) if cut.any() else cut
         if cut.any() or _is_far(guard, dims):
             kept.append(guard)
+    pinned = {symbol: size for guard in kept for symbol, size in _find_pinned(guard, dims)}
+    if pinned:
+        return _reduce(unique, {**spans, **{symbol: Dim(min=size, max=size) for symbol, size in pinned.items()}})
     return Claim(dims=dims, guards=tuple(kept))
+
+
+def _find_pinned(guard: Guard, dims: Mapping[str, Dim]) -> Iterator[tuple[str, int]]:
+    """The symbols of which a guard with several leaves one size, whatever the others are: `(b * n + n - 1) // n == 3`
+    says that `b` is 3."""
+    if len(guard.symbols) < 2:
+        return
+    sizes = _combinations(guard.symbols, dims)
+    fine = holding(guard, sizes)
+    for symbol in guard.symbols:
+        left = np.unique(sizes[symbol][fine])
+        if len(left) == 1 and fine[sizes[symbol] == left[0]].all() and not fine.all():
+            yield symbol, int(left[0])
 
 
 def _is_far(guard: Guard, dims: Mapping[str, Dim]) -> bool:

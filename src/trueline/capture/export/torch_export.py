@@ -21,7 +21,7 @@ import torch
 from trueline import files
 from trueline.bundle.signature import Dim, Signature, TensorSpec
 from trueline.capture.export import fallbacks, guard_ranges, operators, quantized_layers
-from trueline.capture.export.exported import STATE_HINT, Exported, Fixed
+from trueline.capture.export.exported import STATE_HINT, Exported, Fixed, fixed_error
 from trueline.capture.export.tracing import tracing, watch_specialization
 from trueline.capture.model import code_paths
 from trueline.capture.model.dynamic_dims import Place, resize_tensor
@@ -175,16 +175,7 @@ def _refuse_constant(error: Exception, calling: Calling, fixed: Mapping[int, cod
     match = _CONSTANT.search(str(error))
     if match is not None:
         index, axis, size = map(int, match.groups())
-        raise _fixed_error(calling.presumed.inputs[index], axis, size, fixed) from error
-
-
-def _fixed_error(spec: TensorSpec, axis: int, size: int, fixed: Mapping[int, code_paths.SourceLine]) -> Fixed:
-    symbol = str(spec.shape[axis])
-    what = "batches" if symbol == BATCH else f"a '{symbol}'"
-    why = f"the exported program works for {what} of {size} only (dimension {axis} of input '{spec.name}')"
-    act = "leave that dimension out of dynamic_shapes(), or write the model without the number"
-    message, hint = (f"{why}: {act}", f"{fixed[size]}") if size in fixed else (why, act)
-    return Fixed(message, hint=hint, symbol=symbol, size=size)
+        raise fixed_error(calling.presumed.inputs[index], axis, size, fixed) from error
 
 
 def _describe(
@@ -203,6 +194,9 @@ def _describe(
     )
     guards = _guards(program, shapes, symbols, calling, more)
     made = _claims(guards)
+    if made[0].dims.get(BATCH, Dim()).max == (size := made[0].dims.get(BATCH, Dim()).min):  # a guard says so, not torch
+        index, axis = next((i, a) for i, one in enumerate(inputs) for a, s in enumerate(one.shape) if s == BATCH)
+        raise fixed_error(inputs[index], axis, size, fixed)
     # symbols of what grows, and the size each begins at: torch traces no empty dimension, but the proof probes it
     sizes = {(spec.name, axis): size for spec in inputs for axis, size in enumerate(spec.shape)}
     least = {str(sizes[place]): start for place, start in calling.free.grows.items()}
@@ -243,7 +237,7 @@ def _symbols(shapes: Sequence[Any], calling: Calling, fixed: Mapping[int, code_p
     for spec, shape in zip(calling.presumed.inputs, shapes, strict=True):
         for axis in (axis for axis, size in enumerate(spec.shape) if isinstance(size, str)):
             if isinstance(shape[axis], int):
-                raise _fixed_error(spec, axis, shape[axis], fixed)
+                raise fixed_error(spec, axis, shape[axis], fixed)
             same[spec.name, axis] = str(shape[axis])
     groups = calling.free.group(same)
     return {
