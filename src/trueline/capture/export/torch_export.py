@@ -194,9 +194,7 @@ def _describe(
     )
     guards = _guards(program, shapes, symbols, calling, more)
     made = _claims(guards)
-    if made[0].dims.get(BATCH, Dim()).max == (size := made[0].dims.get(BATCH, Dim()).min):  # a guard says so, not torch
-        index, axis = next((i, a) for i, one in enumerate(inputs) for a, s in enumerate(one.shape) if s == BATCH)
-        raise fixed_error(inputs[index], axis, size, fixed)
+    _refuse_fixed_batch(inputs, made[0].dims.get(BATCH, Dim()), fixed)
     # symbols of what grows, and the size each begins at: torch traces no empty dimension, but the proof probes it
     sizes = {(spec.name, axis): size for spec in inputs for axis, size in enumerate(spec.shape)}
     least = {str(sizes[place]): start for place, start in calling.free.grows.items()}
@@ -229,6 +227,13 @@ def _describe(
         unrolled=guard_ranges.unread(guards),
         weight_bytes=sum(w.numel() * w.element_size() for w in weights if isinstance(w, torch.Tensor)),
     )
+
+
+def _refuse_fixed_batch(inputs: Sequence[TensorSpec], dim: Dim, fixed: Mapping[int, code_paths.SourceLine]) -> None:
+    """Raises CaptureError if guards leave one batch, which torch does not say."""
+    if dim.max == dim.min:
+        spec = next(spec for spec in inputs if BATCH in spec.shape)
+        raise fixed_error(spec, spec.shape.index(BATCH), dim.min, fixed)
 
 
 def _symbols(shapes: Sequence[Any], calling: Calling, fixed: Mapping[int, code_paths.SourceLine]) -> dict[str, str]:
