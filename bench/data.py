@@ -269,25 +269,26 @@ def read_by_turns(records: Records, chance: np.random.Generator, batch: int = 64
 
 
 def stores(folder: Path, count: int) -> dict[str, float | None]:
-    """Epochs over the same Parquet: from a store whose blocks are in the cache, and from the disk."""
+    """Epochs over the same Parquet, opened before: from a store whose blocks are in the cache, and from the disk."""
     path = folder / "stored.parquet"
     pq.write_table(pictures(count), path, row_group_size=_GROUP)
-    local = rate(count, lambda: epoch(open_records(path), 256))
 
-    def warm(where: str) -> float:
+    def warmed(where: str) -> Callable[[], None]:
         fs, root = open_store(where)
         fs.pipe_file(f"{root}/stored.parquet", path.read_bytes())
         store = ObjectStore(fs, RetryPolicy(), BlockCache(folder / "cache", 1 << 30))
-        uri = f"{where}/stored.parquet"
-
-        def read() -> None:
-            epoch(FileRecords(ParquetFormat(), list_store(uri, (), store=store)), 256)
-
-        read()
-        return rate(count, read) / local
+        records = FileRecords(ParquetFormat(), list_store(f"{where}/stored.parquet", (), store=store))
+        epoch(records, 256)
+        return lambda: epoch(records, 256)
 
     real = os.environ.get("TRUELINE_BENCH_S3")
-    return {"memory_store_ratio": warm("memory://bench"), "s3_ratio": warm(real.rstrip("/")) if real else None}
+    local = open_records(path)
+    works = {"local": lambda: epoch(local, 256), "memory": warmed("memory://bench")}
+    if real:
+        works["s3"] = warmed(real.rstrip("/"))
+    found = rates(count, **works)
+    ratios = {name: found[name] / found["local"] for name in works}
+    return {"memory_store_ratio": ratios["memory"], "s3_ratio": ratios.get("s3")}
 
 
 class Bucket(MemoryFileSystem):
