@@ -231,7 +231,7 @@ def _describe(
 
 def _refuse_fixed_batch(inputs: Sequence[TensorSpec], dim: Dim, fixed: Mapping[int, code_paths.SourceLine]) -> None:
     """Raises CaptureError if guards leave one batch, which torch does not say."""
-    if dim.max == dim.min:
+    if dim.max == dim.min > 1:
         spec = next(spec for spec in inputs if BATCH in spec.shape)
         raise fixed_error(spec, spec.shape.index(BATCH), dim.min, fixed)
 
