@@ -37,7 +37,10 @@ def examine(kind: type[nn.Module]) -> Unsteady | None:
     """What capture finds before it emits a program."""
     torch.manual_seed(0)
     random.seed(0)
-    eager = EagerSession(kind().eval(), torch.randn(3, 4))
+    return examine_eager(EagerSession(kind().eval(), torch.randn(3, 4)))
+
+
+def examine_eager(eager: EagerSession) -> Unsteady | None:
     found = determinism.check_twice(eager) or determinism.check_rare(eager)
     if found is not None:
         return found

@@ -8,7 +8,7 @@ Rare behaviour needs more calls: a model that draws from Python's or numpy's gen
 calls, so it is called many times; one that counts its calls is called with its counters set to large numbers.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from types import CodeType
@@ -41,6 +41,7 @@ from trueline.capture.proof.state.settings import find_setting_influence
 from trueline.capture.proof.state.sources import Readings, find_outside_influence, read_outside
 from trueline.capture.proof.state.torch_draws import WriteWatch, find_draw_influence
 from trueline.capture.proof.state.unwritten import FILLED, FillEmpty
+from trueline.capture.proof.surroundings.further_inputs import choose_inputs, reads_outside
 from trueline.capture.proof.surroundings.influence import find_surrounding_influence
 from trueline.errors import CaptureError, NotProven, join_names
 from trueline.runtime import compare
@@ -66,9 +67,10 @@ MANY, LOOK, LIVELY = 3_000, (0.1, 50), (1.0, 400)
 """Calls of one input, and the seconds and number of cheap calls after which no further one is made, the latter for a
 model in which something changes from call to call."""
 _STORES = ("STORE_ATTR", "STORE_GLOBAL", "STORE_DEREF")
-WAYS, NAMES, ORDERS = 6, 5, 4
-"""Ways through the code on which values that change are looked at; names in a message; pairs of inputs of the same
-sizes that are given in either order."""
+FURTHER_S = 10.0
+"""Of this thread, for further inputs; the first is always looked at."""
+NAMES, ORDERS = 5, 4
+"""Names in a message; pairs of inputs of the same sizes that are given in either order."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -195,18 +197,17 @@ def check_order(eager: EagerSession, observations: Sequence[Observation]) -> Uns
     have to be those that it gave."""
     answered = [seen for seen in observations if seen.outputs is not None and seen.draws is None]
     changed = eager.recall.find_changed()
-    if not answered or not changed:
-        return None
     allowance = Allowance(*BUDGET)
     plain = [seen for seen in answered if not seen.probe.wild]
-    for order in (plain[::-1], *_pairs(plain), *([seen] for seen in plain)):
+    for order in (plain[::-1], *_pairs(plain), *([seen] for seen in plain)) if changed else ():
         with allowance.charging():
             found = _replay(eager, order, changed)
         if found is not None:
             return found
         if not allowance.allows():
             break
-    return _check_ways(eager, answered)
+    further = choose_inputs(answered) if answered and (changed or reads_outside(eager)) else ()
+    return _check_further(eager, further)
 
 
 def _replay(eager: EagerSession, order: Sequence[Observation], changed: Sequence[str]) -> Unsteady | None:
@@ -227,21 +228,20 @@ def _replay(eager: EagerSession, order: Sequence[Observation], changed: Sequence
     return None
 
 
-def _check_ways(eager: EagerSession, observations: Sequence[Observation]) -> Unsteady | None:
-    """Whether what changes from call to call, on inputs that take another way than the example, changes the answer."""
-    ways = [observations[0].way]
-    for seen in observations[1:]:
-        if len(ways) > WAYS or any(seen.way == way for way in ways):
-            continue
-        ways.append(seen.way)
-        question = ask(eager, seen.probe.inputs)
-        if question is not None:
-            restless = find_restless(eager, seen.probe.inputs)
-            found = _check_influence(question, restless, read_outside(question))
-            found = found or _beside_inputs(find_surrounding_influence(question))
-            if found is not None:
-                return found
+def _check_further(eager: EagerSession, inputs: Iterable[Mapping[str, Array]]) -> Unsteady | None:
+    """Whether what changes from call to call, or is read outside, changes the answer to further inputs."""
+    for found in Allowance(FURTHER_S, 0).charge_each(_find_further(eager, one) for one in inputs):
+        if found is not None:
+            return found
     return None
+
+
+def _find_further(eager: EagerSession, inputs: Mapping[str, Array]) -> Unsteady | None:
+    question = ask(eager, inputs)
+    if question is None:
+        return None
+    found = _check_influence(question, find_restless(eager, inputs), read_outside(question)) or _check_draws(question)
+    return found or _beside_inputs(find_surrounding_influence(question))
 
 
 def _check_influence(question: Question, restless: Restless, readings: Readings) -> Unsteady | None:

@@ -109,6 +109,15 @@ def find_surrounding_influence(question: Question) -> Influence | None:
         _clear(caches)  # they may keep what was given to the model
 
 
+def reads_surroundings(question: Question) -> bool:
+    """Whether a line of the model reads what may be another in another process, machine or thread."""
+    log = ReadingLog()
+    with quietly():
+        _Asked(question, ()).run(log)
+    stated = any(log.stated[site] and not _is_kept(log.words[site]) for site in log.values)
+    return stated or any(map(_looks_outside, log.steps))
+
+
 def _search(asked: _Asked, caches: Sequence[Any]) -> Influence | None:
     log, others, layouts = ReadingLog(), list[Elsewhere](), list[ReadingLog]()
     events = dict[str, SourceLine | None]()

@@ -1,0 +1,51 @@
+"""Inputs beside the example on which the proof changes what a model keeps or reads outside.
+
+An answer may hide what changes before it: a row of a table, the place of the largest number, the sign. Each of three
+records may get the same row from a number and from its double; of many records one does not. And a branch that the
+example does not take may read what no other line reads.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+
+import numpy as np
+import torch
+
+from trueline.bundle.signature import Array
+from trueline.capture.model.eager import EagerSession
+from trueline.capture.proof.observe import Observation
+from trueline.capture.proof.state.influence import ask
+from trueline.capture.proof.state.sources import read_outside
+from trueline.capture.proof.surroundings.influence import reads_surroundings
+
+ALIKE, WAYS = 6, 6
+"""Inputs that take the way of the example, and ways beside it."""
+
+
+def reads_outside(eager: EagerSession) -> bool:
+    """Whether a call on the example draws, or reads a clock, the environment, process, machine or thread."""
+    before = torch.get_rng_state()
+    question = ask(eager, eager.example)
+    if question is None:
+        return False
+    if not torch.equal(before, torch.get_rng_state()):
+        return True
+    readings = read_outside(question)
+    return bool(readings.lines or readings.variables) or reads_surroundings(question)
+
+
+def choose_inputs(observations: Sequence[Observation]) -> Iterator[Mapping[str, Array]]:
+    """Those that take the way of the example and have the most different answers, then the first of each other way.
+    All `observations` have answers; the first is the example's."""
+    ways = [seen.way for seen in observations[:1]]
+    alike = [seen for seen in observations[1:] if seen.way == ways[0] and not seen.probe.wild]
+    alike.sort(key=_count_values, reverse=True)
+    yield from (seen.probe.inputs for seen in alike[:ALIKE])
+    for seen in observations[1:]:
+        if len(ways) <= WAYS and not any(seen.way == way for way in ways):
+            ways.append(seen.way)
+            yield seen.probe.inputs
+
+
+def _count_values(seen: Observation) -> int:
+    """How many different numbers the answer has."""
+    return sum(len(np.unique(array)) for array in (seen.outputs or {}).values())
