@@ -8,6 +8,7 @@ Rare behaviour needs more calls: a model that draws from Python's or numpy's gen
 calls, so it is called many times; one that counts its calls is called with its counters set to large numbers.
 """
 
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -41,7 +42,7 @@ from trueline.capture.proof.state.settings import find_setting_influence
 from trueline.capture.proof.state.sources import Readings, find_outside_influence, read_outside
 from trueline.capture.proof.state.torch_draws import WriteWatch, find_draw_influence
 from trueline.capture.proof.state.unwritten import FILLED, FillEmpty
-from trueline.capture.proof.surroundings.further_inputs import choose_inputs, reads_outside
+from trueline.capture.proof.surroundings.further_inputs import choose_alike, choose_other_ways, reads_outside
 from trueline.capture.proof.surroundings.influence import find_surrounding_influence
 from trueline.errors import CaptureError, NotProven, join_names
 from trueline.runtime import compare
@@ -63,12 +64,10 @@ EMPTY_HINT = "write torch.zeros in place of torch.empty, or write each element b
 ELSEWHERE_HINT = (
     "a program depends on its inputs alone: take the value as an input, or read it once in __init__ and keep it"
 )
-MANY, LOOK, LIVELY = 3_000, (0.1, 50), (1.0, 400)
+MANY, LOOK, LIVELY, FURTHER_S = 3_000, (0.1, 50), (1.0, 400), 2.0
 """Calls of one input, and the seconds and number of cheap calls after which no further one is made, the latter for a
-model in which something changes from call to call."""
+model in which something changes from call to call; seconds for further inputs, the first of which gets its time."""
 _STORES = ("STORE_ATTR", "STORE_GLOBAL", "STORE_DEREF")
-FURTHER_S = 10.0
-"""Of this thread, for further inputs; the first is always looked at."""
 NAMES, ORDERS = 5, 4
 """Names in a message; pairs of inputs of the same sizes that are given in either order."""
 
@@ -206,8 +205,10 @@ def check_order(eager: EagerSession, observations: Sequence[Observation]) -> Uns
             return found
         if not allowance.allows():
             break
-    further = choose_inputs(answered) if answered and (changed or reads_outside(eager)) else ()
-    return _check_further(eager, further)
+    if not answered or not (changed or reads_outside(eager)):
+        return None
+    found = _check_further(eager, choose_other_ways(answered), math.inf if changed else FURTHER_S)
+    return found or _check_further(eager, choose_alike(answered), FURTHER_S)
 
 
 def _replay(eager: EagerSession, order: Sequence[Observation], changed: Sequence[str]) -> Unsteady | None:
@@ -228,12 +229,10 @@ def _replay(eager: EagerSession, order: Sequence[Observation], changed: Sequence
     return None
 
 
-def _check_further(eager: EagerSession, inputs: Iterable[Mapping[str, Array]]) -> Unsteady | None:
+def _check_further(eager: EagerSession, inputs: Iterable[Mapping[str, Array]], seconds: float) -> Unsteady | None:
     """Whether what changes from call to call, or is read outside, changes the answer to further inputs."""
-    for found in Allowance(FURTHER_S, 0).charge_each(_find_further(eager, one) for one in inputs):
-        if found is not None:
-            return found
-    return None
+    found = Allowance(seconds, 0).charge_each(_find_further(eager, one) for one in inputs)
+    return next((one for one in found if one is not None), None)
 
 
 def _find_further(eager: EagerSession, inputs: Mapping[str, Array]) -> Unsteady | None:

@@ -67,7 +67,7 @@ FILLS = (0, 255)
 """Of what bytes that are drawn are made, which chance makes of them once in a long time."""
 FILLED = 8
 """Draws of bytes that are made of these: `secrets.randbelow` draws again until a number is small enough."""
-SHIFTS_S = (0.37, 61.0, 3600.0, 5 * 3600.0, 13 * 3600.0, 86_400.0, 3 * 86_400.0, 40 * 86_400.0, 3.2e8, 3e9)
+SHIFTS_S = (0.37, 61.0, 3600.0, 5 * 3600.0, 13 * 3600.0, 86_400.0, 3 * 86_400.0, 40 * 86_400.0, 3.2e8, 3e9, 2e11)
 """Seconds by which clocks are moved."""
 
 

@@ -19,6 +19,8 @@ from trueline.capture.proof.surroundings.influence import reads_surroundings
 
 ALIKE, WAYS = 6, 6
 """Inputs that take the way of the example, and ways beside it."""
+SMALL = 4096
+"""Elements of inputs that cost little, however few the example has."""
 
 
 def reads_outside(eager: EagerSession) -> bool:
@@ -33,17 +35,22 @@ def reads_outside(eager: EagerSession) -> bool:
     return bool(readings.lines or readings.variables) or reads_surroundings(question)
 
 
-def choose_inputs(observations: Sequence[Observation]) -> Iterator[Mapping[str, Array]]:
-    """Those that take the way of the example and have the most different answers, then the first of each other way.
-    All `observations` have answers; the first is the example's."""
+def choose_other_ways(observations: Sequence[Observation]) -> Iterator[Mapping[str, Array]]:
+    """The first inputs of each way but that of the example, which is the first of `observations`. All have answers."""
     ways = [seen.way for seen in observations[:1]]
-    alike = [seen for seen in observations[1:] if seen.way == ways[0] and not seen.probe.wild]
-    alike.sort(key=_count_values, reverse=True)
-    yield from (seen.probe.inputs for seen in alike[:ALIKE])
     for seen in observations[1:]:
         if len(ways) <= WAYS and not any(seen.way == way for way in ways):
             ways.append(seen.way)
             yield seen.probe.inputs
+
+
+def choose_alike(observations: Sequence[Observation]) -> Iterator[Mapping[str, Array]]:
+    """Inputs that take the way of the example, those with the most different answers first."""
+    example = observations[0]
+    most = 2 * max(example.probe.volume[1], SMALL)
+    alike = [seen for seen in observations[1:] if seen.way == example.way and not seen.probe.wild]
+    alike = [seen for seen in alike if seen.probe.volume[1] <= most]
+    return (seen.probe.inputs for seen in sorted(alike, key=_count_values, reverse=True)[:ALIKE])
 
 
 def _count_values(seen: Observation) -> int:
