@@ -114,6 +114,7 @@ MAX_LINES += 600  # lists of the last few tensors, elements whose places values 
 MAX_LINES += 1_000  # parts of a length of their own and lists that grow, followed through what is computed of them
 MAX_LINES += 50  # fewer records of models whose calls take long, answers measured by parts
 MAX_LINES += 55  # orders of infinity and NaN
+MAX_LINES += 75  # quotients of sizes that guards round, as whole divisions
 MAX_FOLDER_FILES = 20
 MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 50

@@ -72,6 +72,57 @@ def test_one_that_nothing_around_the_example_keeps_to_is_an_error() -> None:
         said("0.5 * torch.sym_float(d0) == 0.5 * torch.sym_float(d1)", height=9, width=9)
 
 
+@pytest.mark.parametrize(
+    "condition",
+    [
+        "math.ceil(d0 / 8)",
+        "math.floor((d0 + 3) / 16)",
+        "math.trunc((9 - d0) / 4)",
+        "math.ceil((5 - 3 * d0) / 7)",
+        "math.trunc(0.5 * torch.sym_float(d0))",
+        "math.ceil(0.375 * d0)",
+        "math.trunc(-0.25 * d0)",
+        "8 * math.ceil(math.ceil(d0 / 2) / 4)",
+    ],
+)
+def test_a_rounded_quotient_is_a_whole_division_at_every_size(condition: str) -> None:
+    tree = ast.parse(condition, mode="eval").body
+    whole = ast.unparse(fraction_guards.WholeDivisions().visit(ast.parse(condition, mode="eval").body))
+    assert "math" not in whole
+    for kind in ("==", ">="):
+        for size in (*range(1, 200), 4095, 10**6 + 1, 2**31):
+            number = eval(condition, {"math": math, "torch": torch, "d0": size})
+            test = fraction_guards.compile_test(ast.parse(f"{whole} {kind} {number}", mode="eval").body, 1)
+            assert test(size), (whole, size, number)
+    assert ast.unparse(tree) != whole
+
+
+@pytest.mark.parametrize("condition", ["math.ceil(0.3 * d0)", "math.trunc(d0 / d1)", "math.floor(0.5 * d0 ** 0.5)"])
+def test_a_quotient_that_floats_round_is_left_as_it_is(condition: str) -> None:
+    tree = ast.parse(condition, mode="eval").body
+    assert ast.unparse(fraction_guards.WholeDivisions().visit(tree)) == ast.unparse(ast.parse(condition, mode="eval"))
+
+
+class Padded(nn.Module):
+    """Windows of eight over a length that is filled up, and cut back."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        filled = math.ceil(x.shape[1] / 8) * 8
+        windows = nn.functional.pad(x, (0, 0, 0, filled - x.shape[1])).unflatten(1, (-1, 8))
+        return (windows.cumsum(2) + windows.flip(2)).flatten(1, 2)[:, : x.shape[1]]
+
+
+@pytest.mark.slow
+def test_a_length_that_is_filled_up_to_a_multiple_is_free(tmp_path: Path) -> None:
+    eager = EagerSession(Padded(), torch.randn(3, 12, 4), dynamic_shapes={"x": {1: "length"}})
+    exported = settle(FarSizes(eager), torch_export.export(eager.module, eager.calling))
+    assert exported.claims[0].dims["length"] == Dim()
+    session = open_session("onnx", emit.emit(exported, tmp_path), exported.claims[0])
+    for length in (1, 7, 8, 9, 16, 33, 256):
+        x = {"x": np.random.default_rng(length).standard_normal((2, length, 4)).astype(np.float32)}
+        assert np.allclose(session.run(x)["output"], eager.run(x)["output"], atol=1e-5)
+
+
 class Far(nn.Module):
     """Beyond 128 it answers otherwise; the condition is a fraction."""
 

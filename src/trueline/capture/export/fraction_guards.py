@@ -25,6 +25,8 @@ SEVERAL = (*range(1, 33), *(2**power for power in range(6, 17)))
 """Sizes that a guard between several symbols is tried with."""
 SQUARE = 160
 """Up to here one between two symbols is tried at all sizes of both: `abs(height / width - 2**0.5) < 1e-4` has few."""
+LARGEST = 1 << 16
+"""Of what a size is multiplied with and divided by, so that a float holds the product."""
 EXACT = 1_000_000
 """Denominators up to this one tell a quotient of two sizes from a fraction as Python's own numbers do."""
 
@@ -52,6 +54,74 @@ _NAMES = {
 UNREADABLE = (SyntaxError, ValueError, KeyError, AttributeError, TypeError, NameError)
 FUNCTIONS = frozenset(_NAMES) - {"__builtins__"}
 Test = Callable[..., bool]
+
+
+class WholeDivisions(ast.NodeTransformer):
+    """Writes `math.ceil(length / 8)` as `-(-length // 8)`, and `math.trunc(0.5 * length)` in whole numbers, too. Both
+    are exact up to 2**53."""
+
+    def visit_Call(self, node: ast.Call) -> ast.expr:
+        self.generic_visit(node)
+        match node:
+            case ast.Call(
+                func=ast.Attribute(value=ast.Name(id="math"), attr="ceil" | "floor" | "trunc" as how), args=[given]
+            ):
+                parts = _as_quotient(given)
+                if parts is not None:
+                    return _divide(*parts, how)
+        return node
+
+
+def _as_quotient(given: ast.expr) -> tuple[ast.expr, int] | None:
+    """A whole number and what divides it: None for another fraction than one of them, or one that floats round."""
+    match given:
+        case ast.BinOp(left=above, op=ast.Div(), right=ast.Constant(value=int(below))) if below > 0:
+            return (above, below) if _is_whole(above) else None
+        case ast.BinOp(left=ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=float(factor))), right=above):
+            return _as_quotient(ast.BinOp(ast.Constant(-factor), given.op, above))
+        case ast.BinOp(left=ast.Constant(value=float(factor)), op=ast.Mult(), right=above):
+            match above:
+                case ast.Call(func=ast.Attribute(attr="sym_float"), args=[inner]):
+                    above = inner
+            top, below = factor.as_integer_ratio()  # below is a power of two
+            exact = below <= LARGEST and abs(top) <= LARGEST and _is_whole(above)
+            return (ast.BinOp(ast.Constant(top), ast.Mult(), above), below) if exact else None
+    return None
+
+
+def _is_whole(tree: ast.expr) -> bool:
+    """Whether a sum, product or whole quotient of sizes is computed without fractions."""
+    return not any(
+        isinstance(node, ast.Div | ast.Pow)
+        or (isinstance(node, ast.Constant) and isinstance(node.value, float))
+        or (isinstance(node, ast.Call) and not _is_of_sizes(node))
+        for node in ast.walk(tree)
+    )
+
+
+def _is_of_sizes(call: ast.Call) -> bool:
+    """`L['x'].size()`, `max(…)`."""
+    name = getattr(call.func, "id", getattr(call.func, "attr", ""))
+    return name in ("min", "max", "abs", "size")
+
+
+def _divide(above: ast.expr, below: int, how: str) -> ast.expr:
+    """The quotient, rounded down, up or towards zero."""
+
+    def floor(number: ast.expr) -> ast.expr:
+        return ast.BinOp(number, ast.FloorDiv(), ast.Constant(below))
+
+    def negative(number: ast.expr) -> ast.expr:
+        return ast.UnaryOp(ast.USub(), number)
+
+    def positive(number: ast.expr) -> ast.expr:
+        return ast.Call(ast.Name("max", ast.Load()), [number, ast.Constant(0)], [])
+
+    if how == "floor":
+        return floor(above)
+    if how == "ceil":
+        return negative(floor(negative(above)))
+    return ast.BinOp(floor(positive(above)), ast.Sub(), floor(positive(negative(above))))
 
 
 class WholeNumbers(ast.NodeTransformer):

@@ -20,7 +20,14 @@ import numpy as np
 
 from trueline.bundle.guards import Guard
 from trueline.bundle.signature import Dim
-from trueline.capture.export.fraction_guards import FUNCTIONS, UNREADABLE, WholeNumbers, compile_test, in_whole_numbers
+from trueline.capture.export.fraction_guards import (
+    FUNCTIONS,
+    UNREADABLE,
+    WholeDivisions,
+    WholeNumbers,
+    compile_test,
+    in_whole_numbers,
+)
 from trueline.capture.export.guard_changes import (
     Columns,
     breaks_at_one_only,
@@ -129,7 +136,7 @@ def translate(code: str, found: ExportedGuards) -> Guard | None:
     sizes (strides, devices): values decide then."""
     reader = _Reader(found)
     try:
-        tree = reader.visit(ast.parse(code, mode="eval").body)
+        tree = reader.visit(WholeDivisions().visit(ast.parse(code, mode="eval").body))
         shown, symbols = ast.unparse(tree), tuple(reader.symbols)
         rule = ast.unparse(WholeNumbers().visit(tree))
         text = re.sub(r"\bd(\d+)\b", lambda match: symbols[int(match[1])], shown)
