@@ -33,6 +33,8 @@ SAID = [
     ("d0 + d1 <= 64", "past new", "past + new is at most 64"),
     ("d0 * d1 * d2 <= 100", "a b c", "a * b * c is at most 100"),
     ("d0 // 2 == d1 // 2", "h w", "h / 2 rounded down is w / 2 rounded down"),
+    ("8 * -(-d0 // 8) == 8 * -(-d1 // 8)", "h w", "8 * (h / 8 rounded up) is 8 * (w / 8 rounded up)"),
+    ("max(d0 - d1, 0) // 5 != d2", "n k m", "(the largest of (n - k) and 0) / 5 rounded down is not m"),
     ("d0 % 2 == d1 % 2", "a b", "the rest of a / 2 is the rest of b / 2"),
     ("min(d0, d1) <= 4 or d0 * 2 + 1 != d1", "a b", "the smallest of a and b is at most 4 or (a * 2) + 1 is not b"),
     ("-d0 + 9 > d1 - 1", "a b", "-a + 9 is more than b - 1"),

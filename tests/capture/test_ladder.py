@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -103,3 +104,31 @@ def test_random_answers_are_refused_unless_they_are_allowed_and_other_states_alw
     monkeypatch.setattr(ladder.determinism, "check_twice", lambda *_: draws)
     with pytest.raises(NotProven, match="and it keeps a state"):
         ladder.climb(allowed, ["onnx"], Path())
+
+
+@pytest.mark.parametrize(
+    ("wide", "narrow", "kept"),
+    [
+        ({"onnx": "refused", "torch_export": "proven"}, {"onnx": "refused", "torch_export": "proven"}, "wide"),
+        ({"onnx": "refused", "torch_export": "proven"}, {"onnx": "proven", "torch_export": "proven"}, "narrow"),
+        ({"onnx": "refused", "torch_export": "proven"}, {"onnx": "untried", "torch_export": "untried"}, "wide"),
+        ({"onnx": "refused", "torch_export": "refused"}, {"onnx": "refused", "torch_export": "refused"}, "narrow"),
+    ],
+)
+def test_a_program_that_a_narrower_claim_does_not_save_narrows_no_other(
+    wide: dict[str, str], narrow: dict[str, str], kept: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch.erfc far out is refused in ONNX at every batch; a bag of embeddings beside it lost batch 1."""
+    verdicts = {"wide": wide, "narrow": narrow}
+    claims = {name: SimpleNamespace(signature=name) for name in verdicts}
+    monkeypatch.setattr(ladder, "_narrow", lambda claim, *_: claims["narrow"] if claim.signature == "wide" else None)
+    monkeypatch.setattr(ladder, "range_text", str)
+
+    def climb_all(claim: Any, formats: Sequence[str], _: int) -> list[Any]:
+        of = verdicts[claim.signature]
+        rungs = [SimpleNamespace(format=one, verdict=of.get(one, "refused")) for one in formats]
+        return [SimpleNamespace(attempt=one, claim=claim.signature) for one in rungs]
+
+    start: Any = claims["wide"]
+    found: Any = ladder._climb_claims(start, (), climb_all, ["onnx", "torch_export"], ["torchscript"])
+    assert {rung.claim for rung in found} == {kept}

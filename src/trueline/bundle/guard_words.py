@@ -217,7 +217,7 @@ def _read_aloud(node: ast.expr, symbols: Sequence[str]) -> str:
     def read(inner: ast.expr) -> str:
         said = _read_aloud(inner, symbols)
         plain = isinstance(inner, ast.BinOp) and isinstance(node, ast.BinOp) and type(inner.op) is type(node.op)
-        return f"({said})" if isinstance(inner, ast.BinOp) and not plain else said
+        return f"({said})" if isinstance(inner, ast.BinOp | ast.Call) and not plain else said
 
     match node:
         case ast.BoolOp(op=op, values=values):
@@ -227,6 +227,10 @@ def _read_aloud(node: ast.expr, symbols: Sequence[str]) -> str:
         case ast.Call(func=ast.Name(id=name), args=args):
             which = "smallest" if name == "min" else "largest"
             return f"the {which} of {' and '.join(read(one) for one in args)}"
+        case ast.UnaryOp(
+            op=ast.USub(), operand=ast.BinOp(left=ast.UnaryOp(op=ast.USub(), operand=up), op=ast.FloorDiv(), right=by)
+        ):
+            return f"({read(up)} / {read(by)} rounded up)"
         case ast.BinOp(left=left, op=ast.FloorDiv(), right=right):
             return f"{read(left)} / {read(right)} rounded down"
         case ast.BinOp(left=left, op=ast.Mod(), right=right):

@@ -208,22 +208,26 @@ def _climb_claims(
     formats: Sequence[Format],
     otherwise: Sequence[Format],
 ) -> list[Rung]:
-    """The rungs under the widest claim that all programs bear out. Those of a wider claim stay where the time ends
-    before one of a narrower claim is proven."""
-    before: list[Rung] = []
+    """The rungs under the widest claim that proves as many programs as any narrower one: a program that is refused
+    under each of them narrows none of the others."""
+    tried: list[list[Rung]] = []
     for number in itertools.count():
         rungs = climb_all(exported, formats, number)
         stricter = _narrow(exported, rungs, extended)
         if stricter is None and not _any(rungs, "proven"):
             rungs += climb_all(exported, otherwise, number)
             stricter = _narrow(exported, rungs, extended)
-        if _any(before, "proven") and not _any(rungs, "proven") and _any(rungs, "untried"):
-            return before
+        tried.append(rungs)
         if stricter is None:
             break
         events.emit("claim.narrowed", to=range_text(stricter.signature))
-        exported, before = stricter, rungs
-    return rungs
+        exported = stricter
+    best = max(tried, key=_count_proven)
+    return best if _count_proven(best) else tried[-1]
+
+
+def _count_proven(rungs: Sequence[Rung]) -> int:
+    return sum(rung.attempt.verdict == "proven" for rung in rungs)
 
 
 def _any(rungs: Sequence[Rung], verdict: str) -> bool:
