@@ -81,6 +81,7 @@ def test_one_that_nothing_around_the_example_keeps_to_is_an_error() -> None:
         "math.ceil((5 - 3 * d0) / 7)",
         "math.trunc(0.5 * torch.sym_float(d0))",
         "math.ceil(0.375 * d0)",
+        "math.ceil(torch.sym_float(d0) / 4.0)",
         "math.trunc(-0.25 * d0)",
         "8 * math.ceil(math.ceil(d0 / 2) / 4)",
     ],

@@ -164,6 +164,7 @@ KEPT: dict[str, Callable[[Tensor], Tensor]] = {
     "bartlett": lambda x: x * torch.bartlett_window(x.shape[2]),
     "kaiser": lambda x: x * torch.kaiser_window(x.shape[2], False, 8.0),
     "powers": lambda x: x @ torch.vander(torch.linspace(-1, 1, x.shape[2]), 4),
+    "a ramp that ends at a size": lambda x: x + torch.linspace(0.5, x.shape[2] - 0.5, x.shape[2]) / x.shape[2],
     "a square of powers": lambda x: torch.vander(x[0, 0, :4], increasing=True) + torch.vander(x[1, 0])[:, -3:].sum(),
     "gradient": lambda x: torch.gradient(x, dim=2)[0],
     "gradient of second order": lambda x: torch.gradient(x, spacing=0.5, dim=(1, 2), edge_order=2)[1],

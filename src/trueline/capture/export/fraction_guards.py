@@ -75,18 +75,25 @@ class WholeDivisions(ast.NodeTransformer):
 def _as_quotient(given: ast.expr) -> tuple[ast.expr, int] | None:
     """A whole number and what divides it: None for another fraction than one of them, or one that floats round."""
     match given:
-        case ast.BinOp(left=above, op=ast.Div(), right=ast.Constant(value=int(below))) if below > 0:
-            return (above, below) if _is_whole(above) else None
+        case ast.BinOp(left=above, op=ast.Div(), right=ast.Constant(value=int() | float() as below)) if below > 0:
+            above = _as_size(above)
+            return (above, int(below)) if below == int(below) and _is_whole(above) else None
         case ast.BinOp(left=ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=float(factor))), right=above):
             return _as_quotient(ast.BinOp(ast.Constant(-factor), given.op, above))
         case ast.BinOp(left=ast.Constant(value=float(factor)), op=ast.Mult(), right=above):
-            match above:
-                case ast.Call(func=ast.Attribute(attr="sym_float"), args=[inner]):
-                    above = inner
+            above = _as_size(above)
             top, below = factor.as_integer_ratio()  # below is a power of two
             exact = below <= LARGEST and abs(top) <= LARGEST and _is_whole(above)
             return (ast.BinOp(ast.Constant(top), ast.Mult(), above), below) if exact else None
     return None
+
+
+def _as_size(tree: ast.expr) -> ast.expr:
+    """`length` of `torch.sym_float(length)`."""
+    match tree:
+        case ast.Call(func=ast.Attribute(attr="sym_float"), args=[size]):
+            return size
+    return tree
 
 
 def _is_whole(tree: ast.expr) -> bool:

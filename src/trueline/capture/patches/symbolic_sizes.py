@@ -337,7 +337,7 @@ def _linspace(original: Callable[..., torch.Tensor]) -> Callable[..., torch.Tens
 
     def linspace(start: Any, end: Any, steps: Any, **options: Any) -> torch.Tensor:
         dtype = options.get("dtype") or torch.get_default_dtype()
-        numbers = isinstance(start, int | float) and isinstance(end, int | float)
+        numbers = all(isinstance(one, int | float | torch.SymInt | torch.SymFloat) for one in (start, end))
         if isinstance(steps, int) or not numbers or not dtype.is_floating_point or options.get("out") is not None:
             return original(start, end, steps, **options)
         return space_evenly(start, end, steps, dtype, options.get("device"))
@@ -349,7 +349,7 @@ def space_evenly(start: float, end: float, steps: Any, dtype: torch.dtype, devic
     """`steps` numbers from `start` to `end`; a single one is `start`."""
     places = torch.arange(steps, device=device)
     last = torch.sym_max(steps - 1, 1)  # type: ignore[no-untyped-call]
-    distance = torch.full((), end - start, dtype=dtype, device=device) / last
+    distance = torch.ones((), dtype=dtype, device=device) * (end - start) / last
     return torch.where(places < steps // 2, start + places * distance, end - (last - places) * distance)
 
 
