@@ -98,7 +98,9 @@ def test_a_rounded_quotient_is_a_whole_division_at_every_size(condition: str) ->
     assert ast.unparse(tree) != whole
 
 
-@pytest.mark.parametrize("condition", ["math.ceil(0.3 * d0)", "math.trunc(d0 / d1)", "math.floor(0.5 * d0 ** 0.5)"])
+@pytest.mark.parametrize(
+    "condition", ["math.ceil(0.3 * d0)", "math.trunc(d0 / d1)", "math.floor(0.5 * d0 ** 0.5)", "math.ceil(d0 / 1e999)"]
+)
 def test_a_quotient_that_floats_round_is_left_as_it_is(condition: str) -> None:
     tree = ast.parse(condition, mode="eval").body
     assert ast.unparse(fraction_guards.WholeDivisions().visit(tree)) == ast.unparse(ast.parse(condition, mode="eval"))

@@ -83,3 +83,14 @@ def test_a_counter_is_refused_though_the_answer_to_the_example_hides_it() -> Non
 def test_what_is_read_for_a_log_alone_stays() -> None:
     seconds = itertools.count()
     assert examine_eager(eager_of(Looks(lambda: print(next(seconds), time.time())))) is None  # type: ignore[func-returns-value]
+
+
+class Years(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x + (time.localtime().tm_year > 2200)
+
+
+def test_a_year_far_ahead_that_changes_the_answer_is_refused() -> None:
+    found = check_rare(eager_of(Years()))
+    assert found is not None
+    assert "at another time" in found.why

@@ -77,7 +77,8 @@ def _as_quotient(given: ast.expr) -> tuple[ast.expr, int] | None:
     match given:
         case ast.BinOp(left=above, op=ast.Div(), right=ast.Constant(value=int() | float() as below)) if below > 0:
             above = _as_size(above)
-            return (above, int(below)) if below == int(below) and _is_whole(above) else None
+            whole = below <= LARGEST and float(below).is_integer()
+            return (above, int(below)) if whole and _is_whole(above) else None
         case ast.BinOp(left=ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=float(factor))), right=above):
             return _as_quotient(ast.BinOp(ast.Constant(-factor), given.op, above))
         case ast.BinOp(left=ast.Constant(value=float(factor)), op=ast.Mult(), right=above):
