@@ -123,6 +123,8 @@ def test_a_program_that_a_narrower_claim_does_not_save_narrows_no_other(
     claims = {name: SimpleNamespace(signature=name) for name in verdicts}
     monkeypatch.setattr(ladder, "_narrow", lambda claim, *_: claims["narrow"] if claim.signature == "wide" else None)
     monkeypatch.setattr(ladder, "range_text", str)
+    said: list[str] = []
+    monkeypatch.setattr(ladder.events, "emit", lambda what, **_: said.append(what))
 
     def climb_all(claim: Any, formats: Sequence[str], _: int) -> list[Any]:
         of = verdicts[claim.signature]
@@ -132,3 +134,4 @@ def test_a_program_that_a_narrower_claim_does_not_save_narrows_no_other(
     start: Any = claims["wide"]
     found: Any = ladder._climb_claims(start, (), climb_all, ["onnx", "torch_export"], ["torchscript"])
     assert {rung.claim for rung in found} == {kept}
+    assert said == ["claim.tried", *["claim.kept"] * (kept == "wide")]

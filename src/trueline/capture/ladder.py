@@ -220,10 +220,14 @@ def _climb_claims(
         tried.append(rungs)
         if stricter is None:
             break
-        events.emit("claim.narrowed", to=range_text(stricter.signature))
+        events.emit("claim.tried", range=range_text(stricter.signature))
         exported = stricter
     best = max(tried, key=_count_proven)
-    return best if _count_proven(best) else tried[-1]
+    if not _count_proven(best):
+        return tried[-1]
+    if best is not tried[-1]:
+        events.emit("claim.kept")
+    return best
 
 
 def _count_proven(rungs: Sequence[Rung]) -> int:

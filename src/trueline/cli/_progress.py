@@ -148,6 +148,8 @@ _WORDS = {
     "model.tracing": "  torch.export traces the model",
     "model.as_trained": "  {why}",
     "program.retraced": "  torch.export traces it another way: {how}",
+    "claim.tried": "  a narrower range is tried: {range}",
+    "claim.kept": "  the narrower range proves no more programs; the wider one is kept",
     "claim.narrowed": "  the range is narrowed: {to}",
     "rows.shortened": "  rows of {tables} are shortened to their max_norm now, as their first lookup would",
     "example.excluded": "  {format}: warning: its range, {range}, leaves out your {example}",
