@@ -73,7 +73,9 @@ class TorchScriptSession:
         """Outputs by name. Raises RequestError for inputs outside the signature or ids beyond a table."""
         self._check(inputs)
         try:
-            with torch.inference_mode():
+            # unchecked, an index beyond a sparse tensor's size ends the process
+            checked = torch.sparse.check_sparse_tensor_invariants(True)  # type: ignore[no-untyped-call]
+            with torch.inference_mode(), checked:
                 found = self._module(*to_tensors(self.signature, inputs, self._device))
         except Exception as error:
             raise refusal_of(error, inputs) from error

@@ -525,6 +525,13 @@ def resized(mode: str) -> Case:
     return Case(module, (x[:, :, :20],), free=(2,), others=(x,), atol=1e-5)
 
 
+def resized_by(factor: float, mode: str, axes: int) -> Case:
+    """0.58 * 50 is 29 in single precision, and 28 in double; five elements times 1.1 are five, and copied."""
+    x = torch.randn(1, 1, 50, *[4] * (axes - 1), generator=torch.Generator().manual_seed(0))
+    module = Of(lambda x: F.interpolate(x, scale_factor=(factor, *[1.0] * (axes - 1)), mode=mode))
+    return Case(module, (x[:, :, :20],), free=(2,), others=(x, x[:, :, :5]), atol=1e-5)
+
+
 def nearest(axes: int) -> Case:
     """Wrong at lengths of 25, 26, 30, 35, … and right at most others."""
     longer = [torch.arange(1.0 * n).reshape(1, 1, n, *[1] * (axes - 1)) for n in (10, 25, 26, 30, 35)]
@@ -618,6 +625,8 @@ CASES: dict[Any, Case] = {
     _ATEN.hamming_window.periodic_alpha_beta: of(lambda x: x * torch.hamming_window(4, False, 0.6, 0.3), X[0]),
     _ATEN.upsample_bicubic2d.vec: resized("bicubic"),
     _ATEN.upsample_bilinear2d.vec: resized("bilinear"),
+    _ATEN.upsample_linear1d.vec: resized_by(1.1, "linear", 1),
+    _ATEN.upsample_trilinear3d.vec: resized_by(0.58, "trilinear", 3),
     _PRIMS.hypot.default: of(torch.hypot, A * 1e30, B * 1e30),
     _PRIMS.fmax.default: of(torch.fmax, A, B),
     _PRIMS.fmin.default: of(torch.fmin, A, B),

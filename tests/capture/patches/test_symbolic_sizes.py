@@ -74,6 +74,33 @@ def test_equal_steps_are_torchs_own(steps: int, ends: tuple[float, float]) -> No
     torch.testing.assert_close(symbolic_sizes.space_evenly(*ends, steps, torch.float32), torch.linspace(*ends, steps))
 
 
+@pytest.mark.parametrize("ends", [(0.0, 1.0), (-1, 1), (0.1, 7.3), (1e-3, 1e4)])
+def test_equal_steps_have_the_bits_of_torchs(ends: tuple[float, float]) -> None:
+    """As a row of a table, `(torch.linspace(0, 1, 15) * 8).long()` was another one in three places."""
+    for steps in (*range(1, 200), 1000, 4097):
+        assert torch.equal(symbolic_sizes.space_evenly(*ends, steps, torch.float32), torch.linspace(*ends, steps))
+
+
+class ByName(nn.Module):
+    """Lengths that torch's functions get by name."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        n = x.shape[1]
+        half = torch.fft.rfftfreq(n=n).sum() + torch.bartlett_window(window_length=n).mean()
+        change = torch.gradient(input=x, dim=1)[0]
+        return x * torch.hann_window(window_length=n, periodic=False) + half + change
+
+
+def test_functions_of_torch_take_their_arguments_by_name() -> None:
+    x = torch.randn(3, 9)
+    eager = EagerSession(ByName().eval(), x, dynamic_shapes={"x": {1: "length"}})
+    exported = torch_export.export(eager.module, eager.calling)
+    assert exported.signature.dims["length"].max is None
+    for length in (5, 30):
+        longer = torch.randn(2, length)
+        torch.testing.assert_close(exported.program.module()(longer)[0], ByName()(longer))
+
+
 @pytest.mark.jobs
 @pytest.mark.slow
 @pytest.mark.parametrize(

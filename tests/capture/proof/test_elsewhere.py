@@ -8,7 +8,9 @@ import os
 import platform
 import re
 import secrets
+import signal
 import socket
+import subprocess
 import sys
 import time
 import uuid
@@ -380,3 +382,9 @@ def test_what_is_read_outside_is_refused_with_its_line(model: type[nn.Module], w
 )
 def test_what_is_the_same_everywhere_is_no_reason_to_refuse(model: type[nn.Module]) -> None:
     assert find_unsteady(model) is None
+
+
+def test_a_replayed_call_that_reads_a_wrong_address_ends_at_once() -> None:
+    code = "from trueline.capture.proof.surroundings.elsewhere_script import become_another; become_another(); "
+    done = subprocess.run([sys.executable, "-c", code + "import ctypes; ctypes.string_at(8)"], timeout=60, check=False)
+    assert done.returncode == -signal.SIGSEGV

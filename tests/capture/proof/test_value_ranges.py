@@ -33,6 +33,14 @@ class Wraps(nn.Module):
         return torch.arange(20.0)[ids]
 
 
+class Edges(nn.Module):
+    """torch does not check the indices of a sparse tensor, and writes where they lead."""
+
+    def forward(self, at: Tensor) -> Tensor:
+        near = torch.sparse_coo_tensor(torch.stack([at, at]), torch.ones(len(at)), (5, 5)).coalesce()
+        return torch.sparse.mm(near, torch.eye(5))
+
+
 class Picks(nn.Module):
     """An index into a dimension whose size is free."""
 
@@ -163,3 +171,14 @@ def test_the_size_of_a_table_is_tried_before_halving(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(EagerSession, "run", lambda self, inputs: (calls.append(1), run(self, inputs))[1])
     assert value_ranges.settle(eager, eager.calling.presumed).values == {"ids": Values(low=0, high=15_999)}
     assert len(calls) < 40
+
+
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks are implicitly disabled")
+def test_an_index_beyond_a_sparse_tensor_is_outside_the_range_and_ends_no_process() -> None:
+    eager = EagerSession(Edges().eval(), torch.tensor([1, 3, 0, 2]))
+    assert not torch.sparse.check_sparse_tensor_invariants.is_enabled()
+    found = value_ranges.settle(eager, eager.signature)
+    assert (found.inputs[0].values.low, found.inputs[0].values.high) == (0, 4)
+    with pytest.raises(RuntimeError, match="size is inconsistent with indices"):
+        eager.run({"at": np.array([1, 3, 0, 9])})
+    assert not torch.sparse.check_sparse_tensor_invariants.is_enabled()

@@ -3,10 +3,13 @@
 ONNX Runtime rounds the coordinate of a new element in single precision, and otherwise than torch does: of 1,000 rows in
 9, cubic, by 6e-5 of a row. Each digit that a length takes is one less for the place between two elements, so that no
 probe at small sizes shows it. So where the size of an image is free, coordinates and weights are torch's to the last
-bit; linear ones where the new size is a number of the code. Images of doubles have no other way to run. Source: torch's
-ATen/native/cpu/UpSampleKernel.cpp (`HelperInterpCubic`, `HelperInterpLinear`) and UpSample.h.
+bit; linear ones where the new size is a number of the code. Each is where a factor is no power of two: ONNX's factor is
+in single precision (0.58 times 50 is 29 there, and 28 in torch), and of sequences the exporter divides sizes in its
+place. Images of doubles have no other way to run. Source: torch's ATen/native/cpu/UpSampleKernel.cpp
+(`HelperInterpCubic`, `HelperInterpLinear`) and UpSample.h.
 """
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -35,8 +38,8 @@ def _hold(number: float, kind: ir.DataType) -> Any:
     return op.Constant(value=ir.tensor(number, dtype=kind))
 
 
-def _resize(write_axis: Callable[..., Any], otherwise: Callable[..., Any], *, fixed_only: bool) -> Callable[..., Any]:
-    """`fixed_only`: where the new size follows from the old one, it is written as by the exporter, too."""
+def _resize(write_axis: Callable[..., Any], otherwise: Callable[..., Any], *, is_linear: bool) -> Callable[..., Any]:
+    """Linear images: where the new size is computed from the old one, they are written as by the exporter, too."""
 
     def translate_resize(
         input: Any, output_size: Any = None, align_corners: bool = False, scale_factors: Sequence[float] | None = None
@@ -45,7 +48,8 @@ def _resize(write_axis: Callable[..., Any], otherwise: Callable[..., Any], *, fi
         rank, is_double = len(input.shape), input.dtype == _DOUBLE
         is_free = not all(isinstance(size, int) for size in input.shape[2:])
         is_fixed = isinstance(output_size, list | tuple) and all(isinstance(size, int) for size in output_size)
-        if not is_double and (not is_free or (fixed_only and not is_fixed)):
+        is_exact = scale_factors is None or all(math.log2(factor).is_integer() for factor in scale_factors)
+        if not is_double and is_exact and (not is_free or (is_linear and rank > 3 and not is_fixed)):
             return otherwise(input, output_size, align_corners, scale_factors)
         kind = _DOUBLE if is_double else ir.DataType.FLOAT
         found, zero, one = op.Cast(input, to=kind), op.Constant(value_int=0), op.Constant(value_int=1)
@@ -57,6 +61,8 @@ def _resize(write_axis: Callable[..., Any], otherwise: Callable[..., Any], *, fi
             else:
                 new = op.Cast(op.Floor(op.Mul(op.Cast(old, to=_DOUBLE), _hold(factor, _DOUBLE))), to=_WHOLE)
             step = _step(old, new, factor, align_corners, kind)
+            if is_linear:  # torch copies an axis that keeps its size, whatever the factor
+                step = op.Where(op.Equal(old, new), _hold(1.0, kind), step)
             places = _places(step, op.Cast(op.Range(zero, new, one), to=_DOUBLE), align_corners, kind)
             shape = op.Constant(value_ints=[-1 if axis == at + 2 else 1 for axis in range(rank)])
             parts = [
@@ -130,7 +136,17 @@ def _cubic_part(kind: ir.DataType, *, inner: bool) -> Callable[[Any], Any]:
     return weigh
 
 
+def _resize_sequence(input: Any, output_size: Any, align_corners: bool, scale_factors: Sequence[float] | None) -> Any:
+    """As the exporter writes an image."""
+    how = "linear", nn._get_upsample_align_corners_mode(align_corners)
+    if scale_factors is not None:
+        return nn._aten_upsample_scales(input, scale_factors, *how)
+    return nn._aten_upsample_output_size(input, output_size, *how)
+
+
 TRANSLATIONS: dict[Callable[..., Any], Callable[..., Any]] = {
-    _ATEN.upsample_bicubic2d.vec: _resize(_list_cubic, nn.aten_upsample_bicubic2d_vec, fixed_only=False),
-    _ATEN.upsample_bilinear2d.vec: _resize(_list_linear, nn.aten_upsample_bilinear2d_vec, fixed_only=True),
+    _ATEN.upsample_bicubic2d.vec: _resize(_list_cubic, nn.aten_upsample_bicubic2d_vec, is_linear=False),
+    _ATEN.upsample_bilinear2d.vec: _resize(_list_linear, nn.aten_upsample_bilinear2d_vec, is_linear=True),
+    _ATEN.upsample_linear1d.vec: _resize(_list_linear, _resize_sequence, is_linear=True),
+    _ATEN.upsample_trilinear3d.vec: _resize(_list_linear, nn.aten_upsample_trilinear3d_vec, is_linear=True),
 }

@@ -21,6 +21,8 @@ PATCH = Patch(
     issue="pytorch/pytorch#172930", versions="torch 2.13", cost="under 0.1 ms", helps=("vq_vae", "dgcnn", "textcnn")
 )
 
+FIRST = ("window_length", "n", "input", "x", "tensors")
+"""How torch calls the first argument of these functions."""
 _MODES = {"use_mm_for_euclid_dist_if_necessary": None, "use_mm_for_euclid_dist": 1, "donot_use_mm_for_euclid_dist": 2}
 
 
@@ -70,19 +72,29 @@ def keep_sizes_free() -> Iterator[None]:
 def _if_free(original: Callable[..., torch.Tensor], stand_in: Callable[..., torch.Tensor]) -> Callable[..., Any]:
     """`original`, and `stand_in` for a size that is free."""
 
-    def call(size: Any, *args: Any, **options: Any) -> torch.Tensor:
-        return (original if isinstance(size, int) else stand_in)(size, *args, **options)
+    def call(*args: Any, **options: Any) -> torch.Tensor:
+        (size, *args_after), options = _with_first(args, options)
+        return (original if isinstance(size, int) else stand_in)(size, *args_after, **options)
 
     return call
+
+
+def _with_first(args: Sequence[Any], options: Mapping[str, Any]) -> tuple[Sequence[Any], dict[str, Any]]:
+    """The same with the first argument by place, where all are given by name."""
+    name = next((one for one in FIRST if one in options), None)
+    if args or name is None:
+        return args, dict(options)
+    return [options[name]], {key: value for key, value in options.items() if key != name}
 
 
 def _if_of_free(original: Callable[..., torch.Tensor], stand_in: Callable[..., torch.Tensor]) -> Callable[..., Any]:
     """`original`, and `stand_in` for tensors of which a size is free."""
 
-    def call(given: Any, *args: Any, **options: Any) -> torch.Tensor:
+    def call(*args: Any, **options: Any) -> torch.Tensor:
+        (given, *args_after), options = _with_first(args, options)
         tensors = [given] if isinstance(given, torch.Tensor) else given
         fixed = all(isinstance(size, int) for one in tensors for size in one.shape)
-        return (original if fixed else stand_in)(given, *args, **options)
+        return (original if fixed else stand_in)(given, *args_after, **options)
 
     return call
 
@@ -349,8 +361,13 @@ def space_evenly(start: float, end: float, steps: Any, dtype: torch.dtype, devic
     """`steps` numbers from `start` to `end`; a single one is `start`."""
     places = torch.arange(steps, device=device)
     last = torch.sym_max(steps - 1, 1)  # type: ignore[no-untyped-call]
-    distance = torch.ones((), dtype=dtype, device=device) * (end - start) / last
-    return torch.where(places < steps // 2, start + places * distance, end - (last - places) * distance)
+    first, final = (torch.full((), one, dtype=dtype, device=device) for one in (start, end))
+    distance = (final - first) / last
+    if dtype == torch.float32:  # torch multiplies and adds in one rounding
+        first, final, distance = first.double(), final.double(), distance.double()
+    before, after = (first + places * distance).to(dtype), (final - (last - places) * distance).to(dtype)
+    half_way = torch.sym_max(steps // 2, 1)  # type: ignore[no-untyped-call]
+    return torch.where(places < half_way, before, after)
 
 
 def cdist(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import builtins
 import math
+import numbers
 import sys
 from types import ModuleType
 
@@ -81,8 +82,15 @@ class AsksForTypes(nn.Module):
         return -x if isinstance(length, int) and length * 7 + 3 == 941 else x
 
 
-def test_a_size_is_a_whole_number_when_a_model_that_is_followed_asks() -> None:
-    eager = EagerSession(AsksForTypes().eval(), torch.ones(3, 9), dynamic_shapes={"x": {1: "length"}})
+class AsksForIntegral(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        length = x.shape[1]
+        return -x if isinstance(length, numbers.Integral) and length * 7 + 3 == 941 else x
+
+
+@pytest.mark.parametrize("kind", [AsksForTypes, AsksForIntegral])
+def test_a_size_is_a_whole_number_when_a_model_that_is_followed_asks(kind: type[nn.Module]) -> None:
+    eager = EagerSession(kind().eval(), torch.ones(3, 9), dynamic_shapes={"x": {1: "length"}})
     found = torch_export.export(eager.module, eager.calling)
     assert 134 in found.boundaries["length"]  # the probes ask there
     assert int is builtins.int

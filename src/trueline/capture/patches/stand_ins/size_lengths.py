@@ -8,6 +8,7 @@ Python's own return plain numbers, and torch.export then makes a constant of the
 
 import builtins
 import functools
+import numbers
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from types import FunctionType
@@ -159,7 +160,10 @@ _TYPES = {"int": _builtin(int, torch.SymInt, int), "float": _builtin(float, torc
 
 @contextmanager
 def keep_types(module: torch.nn.Module) -> Iterator[None]:
-    """In the block, `isinstance(n, int)` of a size holds in the user's code of `module`, as it does without a trace."""
+    """In the block, `isinstance(n, int)` of a size holds in the user's code of `module`, as it does without a trace.
+    `isinstance(n, numbers.Integral)` holds in this process from then on."""
+    numbers.Integral.register(torch.SymInt)
+    numbers.Real.register(torch.SymFloat)
     asking = (one for one in users_functions(module) if "isinstance" in one.__code__.co_names)
     scopes = {id(function.__globals__): function.__globals__ for function in asking}
     added = [(scope, name, ours) for scope in scopes.values() for name, ours in _TYPES.items() if name not in scope]

@@ -23,6 +23,8 @@ READS = tuple(
 )
 """Events of Python's audit that change nothing outside of the process."""
 MOST = 10_000
+FATAL = (signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL)
+"""A handler in Python would return to the instruction that failed, and fail again without end."""
 
 
 def refuse_changes(event: str, args: Any) -> None:
@@ -46,7 +48,7 @@ def become_another() -> None:
         os.setsid()
     with contextlib.suppress(AttributeError, OSError):
         os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:1])
-    for one in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}:
+    for one in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP, *FATAL}:
         with contextlib.suppress(OSError, ValueError):
             signal.signal(one, lambda *_: None)
     for timer in (signal.ITIMER_REAL, signal.ITIMER_VIRTUAL, signal.ITIMER_PROF):
