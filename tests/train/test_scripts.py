@@ -34,6 +34,8 @@ def main():
         if len(sys.argv) > 2 and sys.argv[2] == "raise" and job.steps == 4:
             raise ValueError("the labels look odd")
         job.step(tiny.loss(model(*batch.inputs), batch.labels))
+    if len(sys.argv) > 2 and sys.argv[2] == "again":
+        list(job)
     if len(sys.argv) > 2 and sys.argv[2] == "spoil":
         raise OSError("nowhere to write to")
     if os.path.exists("{{after}}"):
@@ -139,6 +141,7 @@ def test_a_loop_of_ones_own_is_evaluated_averaged_and_stopped_early_though_worke
         ("raise", "the job failed: worker-0.0: ValueError: the labels look odd"),
         ("stop", "loop.py ended before its loop over trueline.Elastic did"),
         ("spoil", "all steps are trained, but then worker-0.0 ended: exit code 1"),
+        ("again", "a second loop over Elastic batches began in one process"),
     ],
 )
 def test_a_script_that_ends_badly_is_one_clear_error(tmp_path, does, words):
@@ -146,7 +149,7 @@ def test_a_script_that_ends_badly_is_one_clear_error(tmp_path, does, words):
     with pytest.raises(errors.TruelineError) as caught:
         api.launch(job)
     assert words in str(caught.value)
-    assert (jobs.read_job(job).state == "failed") == (does != "spoil")
+    assert (jobs.read_job(job).state == "failed") == (does not in ("spoil", "again"))
 
 
 def test_a_script_that_says_something_else_after_a_resume_is_refused(tmp_path):

@@ -260,6 +260,16 @@ def test_a_script_that_ends_badly_after_its_training_is_an_error_of_the_job(job_
         )
 
 
+def test_the_error_of_a_script_that_ends_badly_names_what_it_raised(job_dir, monkeypatch):
+    log = JobDir(job_dir).log("worker-1.0")
+    log.parent.mkdir(exist_ok=True)
+    log.write_text("Traceback:\n  File x\ntrueline.errors.UsageError: a second loop began\nhint: one loop\n")
+    with pytest.raises(errors.TrainError, match=r"worker-1\.0 ended: exit code 3: trueline.*: a second loop began\n"):
+        let_end(
+            job_dir, monkeypatch, [seen("worker-0.0"), seen("worker-1.0")], [seen("worker-0.0"), seen("worker-1.0", 3)]
+        )
+
+
 # What a user is told. ------------------------------------------------------------------------------------------------
 
 

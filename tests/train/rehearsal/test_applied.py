@@ -85,6 +85,10 @@ def count(world: World) -> None:
     world.kept += 1
 
 
+def hold_target(model: torch.nn.Module) -> None:
+    model.register_buffer("target", torch.zeros(2))
+
+
 @pytest.mark.parametrize(
     ("make", "keep", "after", "why", "act"),
     few([
@@ -92,12 +96,13 @@ def count(world: World) -> None:
         (World, AveragedModel, lambda world: world.kept.update_parameters(world.model), "AveragedModel", "ema="),
         (World, copy.deepcopy, average, r"another module \(Sequential\)", "JointOptimizer"),
         (World, lambda model: dict(copy.deepcopy(model.state_dict())), average_tensors, "copy of the weights", "ema="),
+        (World, hold_target, lambda world: world.model.target.add_(1), "changes buffers of", "before the batch"),
         (World, None, slow_down, "sets the optimizer's numbers", "batch.step"),
         (World, lambda _: -1, wait, "sets the optimizer's numbers .* or by what it keeps", "batch.step"),
         (Uses, lambda model: 0, count, "the loss of the same records is .* instead of", "batch.step or job.steps"),
         (Uses, lambda _: torch.zeros(()), lambda world: world.kept.copy_(world.inputs.mean()), "instead of", "buffer"),
     ], 3, pytest.mark.jobs),
-    ids=["clamp", "swa", "second model", "tensors", "rate", "plateau", "counter", "tensor"],
+    ids=["clamp", "swa", "second model", "tensors", "buffers", "rate", "plateau", "counter", "tensor"],
 )  # fmt: skip
 def test_what_a_worker_that_joins_would_not_have_is_refused_before_the_first_step(make, keep, after, why, act):
     world = make()

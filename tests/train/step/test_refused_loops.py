@@ -130,6 +130,46 @@ def test_parameters_that_the_loop_clamps_after_a_step_that_it_names_are_refused_
     assert world.applied == 0
 
 
+class Reads(Dataset[tuple[Tensor, Tensor]]):
+    """`read` makes the input of a record."""
+
+    def __init__(self, read: Callable[[Tensor], Tensor]) -> None:
+        self.read, self.records = read, records()
+
+    def __len__(self) -> int:
+        return RECORDS
+
+    def __getitem__(self, at: int) -> tuple[Tensor, Tensor]:
+        inputs, labels = self.records[at]
+        return self.read(inputs), labels
+
+
+@pytest.mark.parametrize(
+    "made_of",
+    [
+        lambda world, x: x + world.model(x).detach(),
+        lambda world, x: x * (1 + world.advance.param_groups[0]["lr"]),
+        lambda world, x: x.abs() if world.model[0].weight[0, 0] > 0 else x,
+    ],
+    ids=["weights", "rate", "sign of a weight"],
+)
+def test_records_that_are_made_of_what_training_changes_are_refused_before_the_first_step(made_of):
+    """A worker reads ahead, before the update, and once more after a join."""
+    world = World()
+    world.data = Reads(lambda x: made_of(world, x))
+    with pytest.raises(UsageError, match="the dataset, or what puts its records together, reads the model's weights"):
+        world.train()
+    assert world.applied == 0
+
+
+def test_records_that_a_fixed_part_of_the_model_makes_are_trained():
+    world = World()
+    fixed = world.model[0].requires_grad_(False)
+    world.data = Reads(lambda x: x + fixed(x).mean().detach())
+    world.train()
+    assert world.applied == RECORDS // 24
+
+
 def test_a_small_part_of_a_loss_in_double_precision_that_is_no_mean_is_found():
     def penalized(model: nn.Module, batch: Any) -> Tensor:
         size = sum((value**2).sum() for value in model.parameters())

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import os
+import re
 import signal
 import threading
 import time
@@ -21,6 +22,7 @@ from trueline.train.launch import jobs
 POLL_S = 0.1
 _ENDING = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
 _STOPPED = "the job was stopped: "
+_RAISED, _LAST_LINES = re.compile(r"[A-Za-z_][\w.]*(Error|Exception|Interrupt|Exit)\b: "), 20
 
 
 @contextlib.contextmanager
@@ -113,13 +115,23 @@ def wait_for_scripts(job_dir: Path, agent: Path, keep_alive: Callable[[], None] 
         processes = [seen for seen in list_processes() if seen.ref in waited]
         for seen in processes:
             if not seen.alive and seen.code != 0:
+                log = JobDir(job_dir).log(seen.ref)
                 raise errors.TrainError(
-                    f"all steps are trained, but then {seen.ref} ended: {seen.reason}",
-                    hint=f"see {JobDir(job_dir).log(seen.ref)}; the last checkpoint holds what was trained",
+                    f"all steps are trained, but then {seen.ref} ended: {seen.reason}{_read_cause(log)}",
+                    hint=f"see {log}; the last checkpoint holds what was trained",
                 )
         if not any(seen.alive for seen in processes):
             return
         time.sleep(POLL_S)  # as long as the script takes
+
+
+def _read_cause(log: Path) -> str:
+    """The exception that the end of `log` names, with what comes before it; empty if there is none."""
+    try:
+        lines = log.read_text(errors="replace").splitlines()[-_LAST_LINES:]
+    except OSError:
+        return ""
+    return next((f": {line[:300]}" for line in reversed(lines) if _RAISED.match(line)), "")
 
 
 def _ask_master(job_dir: Path, keep_alive: Callable[[], None]) -> list[Seen]:

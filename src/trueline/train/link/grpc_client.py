@@ -110,12 +110,23 @@ def _own_metadata() -> tuple[tuple[str, str], ...]:
     return (("authorization", f"Bearer {os.environ['TRUELINE_SECRET']}"),)
 
 
+SECOND_LOOP = "a second loop over Elastic batches began in one process"
+ONE_LOOP = (
+    "Elastic(epochs=N) gives the batches of all epochs to one `for batch in job:`; to train with other settings "
+    "afterwards, begin another job from the first one's checkpoint"
+)
+
+
+_MADE: list["MasterLink"] = []
+"""Those of this process, of which one may join; others report why it ends."""
+
+
 class MasterLink:
     """The link over gRPC. `cut` is called in the watching thread with a generation below which groups are to be cut."""
 
     def __init__(self, address: str, secret: str, ref: str, cut: Callable[[int], None]) -> None:
         self.ref = ref
-        self.leads = True
+        self.leads, self.joined = True, False
         self._cut = cut
         self._metadata = (("authorization", f"Bearer {secret}"),)
         options = [("grpc.keepalive_time_ms", 20000), *RECONNECTING, ONE_THREAD]
@@ -137,6 +148,9 @@ class MasterLink:
 
     def join(self, hello: pb.Hello) -> None:
         hello.ref = self.ref
+        if self.joined or (self in _MADE and any(link.joined for link in _MADE)):
+            raise UsageError(SECOND_LOOP, hint=ONE_LOOP)
+        self.joined = True
         threading.Thread(target=self._until_closed, args=(self._watch, hello), name="views", daemon=True).start()
         threading.Thread(target=self._until_closed, args=(self._report,), name="reports", daemon=True).start()
 
@@ -310,7 +324,8 @@ def connect(cut: Callable[[int], None]) -> Link:
     if address is None:
         return LocalLink()
     try:
-        return MasterLink(address, os.environ["TRUELINE_SECRET"], os.environ["TRUELINE_REF"], cut)
+        _MADE.append(MasterLink(address, os.environ["TRUELINE_SECRET"], os.environ["TRUELINE_REF"], cut))
+        return _MADE[-1]
     except KeyError as error:
         raise TrainError(
             f"TRUELINE_MASTER is set but {error} is not", hint="start workers through an engine"

@@ -18,10 +18,12 @@ import math
 import os
 import sys
 from collections.abc import Generator, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 import torch
+from torch.utils import _pytree as pytree
 
 from trueline.data.loading import seeding
 from trueline.errors import UsageError
@@ -46,6 +48,22 @@ def list_first(inputs: TrialInputs) -> Any:
     return np.arange(count - (count == total > 1), dtype=np.int64)
 
 
+@contextmanager
+def _vary_weights(model: torch.nn.Module) -> Iterator[None]:
+    """Other values, and signs, of the weights that are trained, while the block runs."""
+    trained = [value for value in copies.list_weights(model) if value.requires_grad]
+    before = [copies.glance(value) for value in trained]
+    with torch.no_grad():
+        for value, part in zip(trained, before, strict=True):
+            value.view(-1)[:SEEN].copy_(0.5 - 2 * part)
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for value, part in zip(trained, before, strict=True):
+                value.view(-1)[:SEEN].copy_(part)
+
+
 class AppliedTrial:
     """`batches()` are for the loop, each followed by a call of `take`; `fault` is then what was found, if anything."""
 
@@ -57,6 +75,7 @@ class AppliedTrial:
         self.ended: list[list[float]] = []
         """The optimizer's numbers at the ends of these batches."""
         self._before: list[torch.Tensor] = []
+        self._buffers: list[torch.Tensor] = []
         self._wild: list[torch.Tensor] = []
         self._memory = kept.KeptNames(self._model, places.list_caller_spaces)
         self._memory.begin()
@@ -94,6 +113,7 @@ class AppliedTrial:
         first = list_first(trial)
         other = np.arange(trial.num_records - len(first), trial.num_records)
         step = choose_late(trial.total_steps)
+        self.note(self._find_use_in_reading(first))
         for ids, times in ((first, 0), (other, 1), (first, 0)):
             with copies.nudge(self._model, times):
                 yield from self.take_one(ids, step)
@@ -112,6 +132,27 @@ class AppliedTrial:
                 yield from self.take_one(first, step)
                 self._find_use(place)
 
+    def _find_use_in_reading(self, ids: Any) -> UsageError | None:
+        """Whether the data read what training changes. Not where they read otherwise each time."""
+        known = [copies.glance(value) for value in self._read(ids)]
+        if not copies.are_equal(known, self._read(ids)):
+            return None
+        with self._settings.vary(), _vary_weights(self._inputs.model):
+            other = self._read(ids)
+        if copies.are_equal(known, other):
+            return None
+        return UsageError(
+            "the dataset, or what puts its records together, reads the model's weights or the optimizer's numbers: "
+            "with others the same records are different",
+            hint="a worker reads the next batch before a step is applied, and again after a join: compute in the loop, "
+            "from batch.inputs, what depends on them",
+        )
+
+    def _read(self, ids: Any) -> list[torch.Tensor]:
+        batch = self._inputs.reader.read(ids, epoch=0)
+        leaves = pytree.tree_leaves((batch.inputs, batch.labels))
+        return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+
     def take_one(self, ids: Any, step: int) -> Generator[StepBatch, None, None]:
         trial = self._inputs
         batch = trial.reader.read(ids, epoch=0)
@@ -129,6 +170,7 @@ class AppliedTrial:
         if len(self.taken) == 3:
             self.note(self._find_memory(*self.taken[0], *self.taken[2]))
         self._before = [copies.glance(value) for value in self._parameters()]
+        self._buffers = [copies.glance(value) for value in self._model.buffers()]
         wild = WILD * (1 + 0.1 * len(self.taken))  # others each time: the average of one value is that value
         for value in self._parameters():
             flat = value.detach().view(-1)[:SEEN]
@@ -160,6 +202,12 @@ class AppliedTrial:
             self.note(UsageError(
                 "the loop changes parameters itself after a step that was applied",
                 hint=f"{JOINS}: do it in the step() of an optimizer of your own",
+            ))  # fmt: skip
+        elif not copies.are_equal(self._buffers, self._model.buffers()):
+            self.note(UsageError(
+                "the loop changes buffers of the model itself after a step that was applied",
+                hint=f"{JOINS}, and the step's checkpoint is written before: change them before the batch, by "
+                "batch.step, or in a hook of the optimizer (register_step_post_hook)",
             ))  # fmt: skip
         elif self.place is None:
             self.note(self._find_copies("after a step that was applied"))

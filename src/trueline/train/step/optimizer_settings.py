@@ -10,6 +10,7 @@ An optimizer of a user's own may keep more than its `state_dict()` has: these at
 import functools
 from collections import deque
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -44,6 +45,16 @@ class OptimizerSettings:
     def values(self) -> list[float]:
         """The numbers as they are now."""
         return [self._get(*slot) for slot in self._slots]
+
+    @contextmanager
+    def vary(self) -> Iterator[None]:
+        """Other numbers while the block runs."""
+        values = self.values()
+        self._set([0.5 * value for value in values])
+        try:
+            yield
+        finally:
+            self._set(values)
 
     def mark(self) -> None:
         """A step begins: `rewind` returns to these settings."""
