@@ -12,21 +12,11 @@ from dataclasses import replace
 import msgspec
 
 from trueline.bundle.signature import Dim, Signature
+from trueline.capture.code_numbers import numbers_of, tables_of
 from trueline.capture.export.exported import Exported
 from trueline.capture.model.code_paths import Edge, edges_of
 from trueline.capture.model.signature import BATCH, Calling
-from trueline.capture.proof.far_sizes import (
-    GIVEN,
-    LARGEST,
-    LEAST,
-    MOST,
-    PAIRED,
-    TOGETHER,
-    FarSizes,
-    far_sizes,
-    numbers_of,
-    tables_of,
-)
+from trueline.capture.proof.far_sizes import GIVEN, LARGEST, LEAST, MOST, PAIRED, TOGETHER, FarSizes, far_sizes
 from trueline.capture.proof.observe import Observation
 from trueline.capture.proof.probes import fit
 from trueline.capture.proof.prove import agrees_on_given
@@ -152,7 +142,7 @@ def cut_to_compared(
         return signature, ()  # random answers are compared as distributions, at the usual sizes
     ways = list({id(seen.way): seen.way for seen in answered}.values())
     known = set[Edge]().union(*map(edges_of, ways))
-    numbers = numbers_of(far.eager.module, ways)
+    numbers = numbers_of(far.eager, ways)
     probes: list[FarProbe] = []
     for symbol in signature.symbols:
         dim = signature.dims[symbol]

@@ -5,20 +5,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from trueline.bundle.signature import Signature
+from trueline.capture.code_numbers import divide_numbers
 from trueline.capture.model.code_paths import Edge
 from trueline.capture.model.signature import BATCH
-from trueline.capture.proof.far_sizes import (
-    FIRST,
-    GIVEN,
-    LARGEST,
-    MIXED,
-    PAIRED,
-    SMALL,
-    FarAnswer,
-    FarSizes,
-    divide_numbers,
-    far_sizes,
-)
+from trueline.capture.proof.far_sizes import FIRST, GIVEN, LARGEST, MIXED, PAIRED, SMALL, FarAnswer, FarSizes, far_sizes
 from trueline.capture.proof.observe import Observation
 from trueline.capture.proof.probes import fit
 from trueline.capture.proof.prove import find_verdict

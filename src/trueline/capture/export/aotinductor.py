@@ -10,6 +10,7 @@ import torch
 
 from trueline.capture.export.exported import Exported
 from trueline.capture.export.tracing import quiet
+from trueline.capture.export.whole_numbers import refuse_large
 from trueline.errors import CaptureError
 from trueline.runtime.aotinductor import CHECK_INPUTS, FILE
 from trueline.runtime.tensors import one_line
@@ -23,6 +24,7 @@ SETTINGS = {
 
 def emit(exported: Exported, folder: Path) -> Path:
     """Writes `folder/programs/model.so.pt2`; returns its path. Raises CaptureError, also when there is no compiler."""
+    refuse_large(exported)
     return compile_program(exported.program, folder / FILE)
 
 

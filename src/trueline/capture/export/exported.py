@@ -39,6 +39,8 @@ class Exported:
     unrolled: frozenset[str] = frozenset()
     """Symbols whose guards are not all known, as code was unrolled over them: they are claimed as far as they were
     compared."""
+    arrays: frozenset[SourceLine] = frozenset()
+    """The user's lines where numpy reads tensors, and the trace followed it."""
     keyed: SourceLine | None = None
     """The first line that makes a key or a text of a size, which the trace decided once."""
 

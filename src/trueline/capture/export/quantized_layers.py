@@ -16,7 +16,7 @@ from torch._higher_order_ops import scan
 from torch.ao.nn.intrinsic.quantized.dynamic import LinearReLU
 from torch.ao.nn.quantized.dynamic import GRU, LSTM, Linear
 
-from trueline.errors import join_names
+from trueline.errors import CaptureError, join_names
 
 _REDUCED_SINCE = 4
 """Version of the layer from which its input takes 7 bits, so that sums of two products fit 16."""
@@ -173,3 +173,18 @@ def unpack(module: nn.Module) -> Iterator[str]:
     finally:
         for parent, name, layer in held:
             parent._modules[name] = layer
+
+
+def refuse_packed(error: Exception, flat: torch.nn.Module) -> None:
+    """Raises CaptureError if torch's `error` is of the packed weights of a quantized layer."""
+    if "__obj_flatten__" not in str(error):
+        return
+    layers = [
+        f"{name.removeprefix('module.')} ({type(part).__name__})"
+        for name, part in flat.named_modules()
+        if any(isinstance(one, torch.ScriptObject) for one in vars(part).values())
+    ]
+    raise CaptureError(
+        f"weights of quantized layers are packed for this machine, and no format can hold them: {join_names(layers)}",
+        hint="capture the model as it is before it is quantized, and quantize the bundle: trueline compress BUNDLE",
+    ) from error

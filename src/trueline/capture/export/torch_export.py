@@ -20,14 +20,15 @@ import torch
 
 from trueline import files
 from trueline.bundle.signature import Dim, Signature, TensorSpec
-from trueline.capture.export import fallbacks, guard_ranges, operators, quantized_layers
+from trueline.capture.export import fallbacks, guard_ranges, operators, quantized_layers, whole_numbers
+from trueline.capture.export.caught_errors import follow
 from trueline.capture.export.exported import STATE_HINT, Exported, Fixed, fixed_error
 from trueline.capture.export.tracing import tracing, watch_specialization
 from trueline.capture.model import code_paths
 from trueline.capture.model.dynamic_dims import Place, resize_tensor
 from trueline.capture.model.signature import BATCH, Calling, TensorModule
 from trueline.capture.patches import keep_weights, rounding, size_keys, whole_division
-from trueline.capture.patches.stand_ins import size_lengths
+from trueline.capture.patches.stand_ins import numpy_arrays, size_lengths
 from trueline.errors import BundleError, CaptureError, join_names
 from trueline.runtime import torch_export_archive
 from trueline.runtime.tensors import one_line, to_arrays, to_tensors
@@ -89,6 +90,7 @@ def _export(flat: torch.nn.Module, calling: Calling, steps: Mapping[str, int]) -
     axes = _free_axes(calling)
     example = tuple(_at_least_two(tensor, free) for tensor, free in zip(calling.example, axes, strict=True))
     fixed: Mapping[int, code_paths.SourceLine] = {}
+    options: Any = {"dynamic_shapes": (_dynamic(calling, axes, steps),), "strict": False}
     try:
         with (
             tracing(),
@@ -97,11 +99,13 @@ def _export(flat: torch.nn.Module, calling: Calling, steps: Mapping[str, int]) -
             size_keys.watch() as keyed,
             size_lengths.keep_types(flat),
         ):
-            program = torch.export.export(flat, example, dynamic_shapes=(_dynamic(calling, axes, steps),), strict=False)
+            program = follow(flat, example, lambda: torch.export.export(flat, example, **options))
             mutated = operators.written_buffers(program)
             program = operators.as_aten(program)
+    except CaptureError:
+        raise
     except Exception as error:
-        _refuse_packed(error, flat)
+        quantized_layers.refuse_packed(error, flat)
         _refuse_constant(error, calling, fixed)
         place = code_paths.users_line(error)
         why = "it decides by a value: " if "data-dependent" in str(error) else ""
@@ -115,6 +119,7 @@ def _export(flat: torch.nn.Module, calling: Calling, steps: Mapping[str, int]) -
             hint=f"a served program has no memory. {STATE_HINT}",
         )
     found = _describe(program, calling, fixed, getattr(flat, "guards", ()))
+    found = replace(whole_numbers.end_claims(found), arrays=frozenset(numpy_arrays.FOLLOWED))
     if not keyed:
         return found
     decided = found.unrolled | size_keys.find_symbols(keyed, found.symbols)
@@ -126,8 +131,9 @@ def _single(flat: torch.nn.Module, calling: Calling) -> torch.export.ExportedPro
     axes = [[axis for axis in one if axis] for one in _free_axes(calling)]
     tensors = [resize_tensor(tensor, {0: 1}) for tensor in calling.example]
     example = tuple(_at_least_two(tensor, free) for tensor, free in zip(tensors, axes, strict=True))
+    options: Any = {"dynamic_shapes": (_dynamic(calling, axes, {}),), "strict": False}
     with tracing(), keep_weights(flat):
-        program = torch.export.export(flat, example, dynamic_shapes=(_dynamic(calling, axes, {}),), strict=False)
+        program = follow(flat, example, lambda: torch.export.export(flat, example, **options))
         functional: torch.export.ExportedProgram = program.run_decompositions({})
     return functional
 
@@ -153,21 +159,6 @@ def _dynamic(calling: Calling, axes: Sequence[Sequence[int]], steps: Mapping[str
 def _at_least_two(tensor: torch.Tensor, axes: Sequence[int]) -> torch.Tensor:
     """`tensor` with free sizes of at least 2: torch makes a constant of a size of 1."""
     return resize_tensor(tensor, {axis: max(2, tensor.shape[axis]) for axis in axes})
-
-
-def _refuse_packed(error: Exception, flat: torch.nn.Module) -> None:
-    """Raises CaptureError if torch's `error` is of the packed weights of a quantized layer."""
-    if "__obj_flatten__" not in str(error):
-        return
-    layers = [
-        f"{name.removeprefix('module.')} ({type(part).__name__})"
-        for name, part in flat.named_modules()
-        if any(isinstance(one, torch.ScriptObject) for one in vars(part).values())
-    ]
-    raise CaptureError(
-        f"weights of quantized layers are packed for this machine, and no format can hold them: {join_names(layers)}",
-        hint="capture the model as it is before it is quantized, and quantize the bundle: trueline compress BUNDLE",
-    ) from error
 
 
 def _refuse_constant(error: Exception, calling: Calling, fixed: Mapping[int, code_paths.SourceLine]) -> None:

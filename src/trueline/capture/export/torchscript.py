@@ -26,6 +26,7 @@ from torch.utils import _pytree as pytree
 
 from trueline import files
 from trueline.bundle.signature import TensorSpec
+from trueline.capture.export.caught_errors import follow
 from trueline.capture.export.tracing import quiet
 from trueline.capture.model import code_paths
 from trueline.capture.model.code_paths import SourceLine
@@ -72,15 +73,22 @@ def emit(
 
 @contextmanager
 def _note_frozen(places: list[SourceLine]) -> Iterator[None]:
-    """Appends to `places` the lines for which torch warns that a trace freezes what a size decides."""
-    with warnings.catch_warnings(record=True) as caught:
+    """Appends to `places` the lines for which torch warns that a trace freezes what a size decides; in a layer of torch
+    that is torch's own affair, but a library may read a size as an array."""
+    found: dict[SourceLine, None] = {}
+
+    def note(message: Any, category: Any, filename: str, lineno: int, file: Any = None, line: Any = None) -> None:
+        if issubclass(category, torch.jit._trace.TracerWarning):
+            asked = filename == torch._tensor.__file__  # `Tensor.__array__` and its like
+            place = code_paths.current_line() if asked else SourceLine(file=filename, line=lineno)
+            if place is not None and code_paths.is_users(place.file):
+                found[place] = None
+
+    with warnings.catch_warnings():
         warnings.simplefilter("always", torch.jit._trace.TracerWarning)
+        warnings.showwarning = note
         yield
-    places += dict.fromkeys(
-        SourceLine(file=one.filename, line=one.lineno)
-        for one in caught
-        if issubclass(one.category, torch.jit._trace.TracerWarning) and code_paths.is_users(one.filename)
-    )
+    places += found
 
 
 class _NoteRaised(TorchFunctionMode):
@@ -114,12 +122,13 @@ def _make(module: torch.nn.Module, calling: Calling, way: Way) -> tuple[Any, str
 
 def trace(module: torch.nn.Module, example: tuple[Any, ...], *, strict: bool) -> Any:
     """`torch.jit.trace` without its check. Raises CaptureError where it would end the process (torch 2.13): an operator
-    fails, and the model catches that."""
+    fails, and the model catches that; and where the model catches an error of the trace alone."""
     with _NoteRaised() as raised, torch.no_grad():
         module(*example)
     if raised.why:
         raise CaptureError(f"the model catches an error of torch, which a trace does not survive: {raised.why}")
-    return torch.jit.trace(module, example, check_trace=False, strict=strict)  # type: ignore[no-untyped-call]
+    options: Any = {"check_trace": False, "strict": strict}
+    return follow(module, example, lambda: torch.jit.trace(module, example, **options))  # type: ignore[no-untyped-call]
 
 
 def _batch_axes(spec: TensorSpec) -> list[int]:

@@ -17,7 +17,7 @@ from trueline.capture.model.syntax import is_called, lines_of_given
 _FRAME = re.compile(r'File "([^"]+)", line (\d+)')
 
 
-def _graphs_of(exported: Exported) -> list[torch.fx.Graph]:
+def graphs_of(exported: Exported) -> list[torch.fx.Graph]:
     parts = exported.program.graph_module.modules()
     return [part.graph for part in parts if isinstance(part, torch.fx.GraphModule)]
 
@@ -25,12 +25,12 @@ def _graphs_of(exported: Exported) -> list[torch.fx.Graph]:
 def find_traced(exported: Exported) -> set[SourceLine]:
     """The user's innermost lines of operators in the program from which its answer follows."""
     found = set[SourceLine]()
-    for graph in _graphs_of(exported):
+    for graph in graphs_of(exported):
         waiting: list[torch.fx.Node] = [graph.output_node()]
         seen = set(waiting)
         while waiting:
             node = waiting.pop()
-            own = _find_own_line(node)
+            own = find_own_line(node)
             found |= {*own, *(line for call in own if _is_structured(node) for line in _find_steps(call))}
             new = [one for one in node.all_input_nodes if one not in seen]
             seen.update(new)
@@ -38,7 +38,7 @@ def find_traced(exported: Exported) -> set[SourceLine]:
     return found
 
 
-def _find_own_line(node: torch.fx.Node) -> list[SourceLine]:
+def find_own_line(node: torch.fx.Node) -> list[SourceLine]:
     """The user's innermost line of an operator; none where there is none. What torch itself wrote has no file."""
     frames = _FRAME.findall(node.meta.get("stack_trace") or "")
     own = [(file, line) for file, line in frames if code_paths.is_users(file) and not file.startswith("<")]
@@ -58,7 +58,7 @@ def _find_steps(call: SourceLine) -> Iterator[SourceLine]:
 def find_followed(exported: Exported) -> set[SourceLine]:
     """The user's lines of operators that take numbers, or whose sizes follow from values, in the program."""
     found = set[SourceLine]()
-    for node in (node for graph in _graphs_of(exported) for node in graph.nodes if node.op == "call_function"):
+    for node in (node for graph in graphs_of(exported) for node in graph.nodes if node.op == "call_function"):
         if not {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape} & set(
             getattr(node.target, "tags", ())
         ):
@@ -70,11 +70,11 @@ def find_followed(exported: Exported) -> set[SourceLine]:
 
 def find_structured(exported: Exported) -> set[SourceLine]:
     """The user's lines that call the loops and branches of torch that the program has, those inside of others too."""
-    calls = [node for graph in _graphs_of(exported) for node in graph.nodes if _is_structured(node)]
+    calls = [node for graph in graphs_of(exported) for node in graph.nodes if _is_structured(node)]
     return {
         line
         for node in calls
-        for call in _find_own_line(node)
+        for call in find_own_line(node)
         for line in (call, *_find_steps(call))
         if is_called(line.file, line.line, node.target.name())
     }

@@ -23,6 +23,7 @@ from trueline import files
 from trueline.capture.export import operators
 from trueline.capture.export.exported import Exported
 from trueline.capture.export.tracing import quiet
+from trueline.capture.export.whole_numbers import refuse_large
 from trueline.capture.model import code_paths
 from trueline.capture.onnx import (
     integer_arithmetic,
@@ -65,6 +66,7 @@ times more."""
 def emit(exported: Exported, folder: Path) -> Path:
     """Writes `folder/programs/model.onnx`; returns its path. Raises CaptureError when an operator has no
     translation."""
+    refuse_large(exported)
     signature = exported.signature
     path = folder / FILE
     path.parent.mkdir(parents=True, exist_ok=True)

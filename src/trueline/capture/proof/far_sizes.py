@@ -6,15 +6,12 @@ records, repeated, and on the same 64 times smaller, where a loop or a bound for
 largest size on the same in a random order, so that an answer which depends on a record's position shows.
 """
 
-import itertools
 import math
-import re
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cached_property
-from types import CodeType, FunctionType
 from typing import Any
 
 import numpy as np
@@ -24,7 +21,7 @@ from torch.utils._pytree import tree_leaves
 from trueline.bundle.signature import Array, Signature
 from trueline.capture.model import code_paths
 from trueline.capture.model.allowance import CHEAP_S, Allowance
-from trueline.capture.model.code_paths import Edge, Event
+from trueline.capture.model.code_paths import Edge
 from trueline.capture.model.dispatch import OperatorMode
 from trueline.capture.model.eager import EagerSession
 from trueline.capture.proof.observe import Observation, observe_one, with_arbiter
@@ -56,10 +53,6 @@ MAX_BYTES = 1 << 27
 NEAR = 1.25
 """Up to this many times a size at which the tensors of a call were measured, they are not measured again: to follow
 each operator takes several times what a small one takes."""
-NUMBERS = 12
-"""Numbers of the user's code around which sizes are tried."""
-SHORT = 16
-"""Characters of a text that may be a key of sizes."""
 _MEMORY = ("can't allocate memory", "not enough memory", "out of memory")
 
 
@@ -267,15 +260,6 @@ def _extrapolate(before: tuple[int, float], last: tuple[int, float], size: int) 
     return last[1] + max(growth, 0) / steps * (size - last[0])
 
 
-def divide_numbers(numbers: Sequence[int], claim: Signature) -> Iterator[int]:
-    """The sizes at which a count of elements is a number of the code, 300 records of 5 are 1,500, and those below."""
-    fixed = [[size for size in spec.shape if isinstance(size, int)] for spec in (*claim.inputs, *claim.outputs)]
-    units = {2, 3, 4, *(size for sizes in fixed for size in sizes), *map(math.prod, fixed)} - {0, 1}
-    for number, unit, step in itertools.product(numbers, units, (0, -1, 1)):
-        size, rest = divmod(number + step, unit)
-        yield from () if rest else (size - 1, size)
-
-
 def _is_float(array: Array) -> bool:
     return array.dtype.kind == "f"
 
@@ -324,59 +308,3 @@ def far_sizes(step: int = 1) -> tuple[int, ...]:
     """64, 128, … in multiples of `step`."""
     powers = (FIRST << power for power in range(LARGEST.bit_length()))
     return tuple(dict.fromkeys(size - size % step for size in powers if step <= size <= LARGEST))
-
-
-def numbers_of(module: torch.nn.Module, ways: Iterable[Sequence[Event]]) -> list[int]:
-    """Whole numbers with which the user's code may compare a size, the most likely first: in the code that ran, in the
-    globals that it names, in the attributes of the user's modules and their classes, and the lengths of tables."""
-    codes = dict.fromkeys(code for way in ways for code in dict.fromkeys(code for _, code, _ in way))
-    functions = list(code_paths.users_functions(module))
-    codes |= dict.fromkeys(function.__code__ for function in functions)
-    found = [number for code in codes for number in _numbers(_constants(code))]
-    for function in functions:
-        named = [function.__globals__.get(name) for name in function.__code__.co_names]
-        found += _numbers(value for value in named if not isinstance(value, FunctionType))
-    for part in module.modules():
-        if code_paths.forward_of(part) is not None:
-            holders = [
-                vars(part),
-                *(vars(kind) for kind in type(part).__mro__ if kind.__module__.split(".")[0] != "torch"),
-            ]
-            found += _numbers(value for one in holders for name, value in one.items() if not name.startswith("_"))
-    tensors = (*module.parameters(), *module.buffers())
-    found += [size for tensor in tensors if not torch.nn.parameter.is_lazy(tensor) for size in tensor.shape[:1]]
-    return [number for number in dict.fromkeys(found) if 10 < number <= LARGEST][:NUMBERS]
-
-
-def tables_of(module: torch.nn.Module) -> list[int]:
-    """Rows of embeddings, and the first sizes of parameters and buffers that the user's own modules keep: what a length
-    may count."""
-    tensors = [part.weight for part in module.modules() if isinstance(part, torch.nn.Embedding)]
-    for part in module.modules():
-        if code_paths.forward_of(part) is not None:
-            tensors += [*part.parameters(recurse=False), *part.buffers(recurse=False)]
-    sizes = [size for one in tensors if not torch.nn.parameter.is_lazy(one) for size in one.shape[:-1][:2]]
-    return sorted({size for size in sizes if FIRST // 4 < size <= LARGEST})
-
-
-def _constants(code: CodeType) -> Iterator[Any]:
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            yield from _constants(constant)
-        else:
-            yield constant
-
-
-def _numbers(values: Iterable[Any], *, depth: int = 2) -> Iterator[int]:
-    """Whole numbers among `values`, those in short texts (`"33x64"`), and inside of plain collections, with their
-    lengths; a table by pairs of sizes has them one level deeper."""
-    for value in values:
-        if type(value) is int:
-            yield value
-        elif isinstance(value, float) and value.is_integer():
-            yield int(value)
-        elif isinstance(value, str) and len(value) <= SHORT:
-            yield from map(int, re.findall("[0-9]+", value))
-        elif depth and type(value) in (list, tuple, dict, set, frozenset, range):
-            yield len(value)
-            yield from _numbers(list(value)[:NUMBERS], depth=depth - 1)

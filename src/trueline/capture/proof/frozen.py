@@ -32,6 +32,7 @@ from trueline.capture.patches import distribution_checks
 from trueline.capture.proof import limits
 from trueline.capture.proof.careful import Careful
 from trueline.capture.proof.observe import Observation
+from trueline.capture.proof.state import taken_numbers
 from trueline.capture.proof.state.taken_numbers import Outcomes, marking_casts
 from trueline.capture.proof.value_probes import plant
 from trueline.recipe.eager_mode import as_trained
@@ -47,6 +48,8 @@ WHOLE = frozenset(
     getattr(_T, name)
     for name in ("__contains__", "__dlpack__", "__repr__", "__format__", "__reduce_ex__", "data_ptr", "storage")
 ) | {_T.untyped_storage}  # these give away all numbers of a tensor
+ARRAYS = frozenset({_T.numpy, _T.__array__, _T.__dlpack__, _T.data_ptr})
+"""What is computed of these has no operators: neither a trace nor a watch can tell what it decides."""
 UNFOLLOWED = "the model decides by a value there that a trace does not see, and no probe decides otherwise"
 CHECKS = frozenset({torch._assert_async})
 """TorchScript leaves these out, since nothing follows from them."""
@@ -62,6 +65,7 @@ class _ReadWatch(TorchFunctionMode):
     def __init__(self, functions: Collection[Any] = TAKES | WHOLE, fixed: FixedInputs | None = None) -> None:
         super().__init__()
         self.taken: dict[Place, set[str]] = {}
+        self.arrays: dict[Place, None] = {}
         self._functions, self._fixed = functions, fixed
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -71,6 +75,7 @@ class _ReadWatch(TorchFunctionMode):
             if place is not None:
                 key = _value_key(result if func in TAKES else args[0].detach().numpy())
                 self.taken.setdefault(place, set()).add(key)
+                self.arrays |= {place: None} if func in ARRAYS else {}
         return result
 
     def follows(self, tensor: Any) -> bool:
@@ -98,7 +103,8 @@ def _find_place(layers: bool = True, structured: Collection[SourceLine] = ()) ->
     return None if place is not None and inside and place[0] in structured else place
 
 
-_OWN, _HERE = str(Path(__file__).parents[1]), (__file__, dispatch.__file__, fixed_inputs.__file__)
+_OWN = str(Path(__file__).parents[1])
+_HERE = (__file__, dispatch.__file__, fixed_inputs.__file__, taken_numbers.__file__)
 
 
 def _value_key(result: Any) -> str:
@@ -120,8 +126,8 @@ def find_unvaried(
             with watch:
                 fixed.run(seen.probe.inputs)
     taken = {at: values for at, values in watch.taken.items() if not _is_compiled(at[0], compiled)}
-    for (place, _), values in taken.items():
-        if len(values) < 2:
+    for (place, at), values in taken.items():
+        if len(values) < 2 or (place, at) in watch.arrays:
             return place
     undecided = _find_undecided(taken, _ways(observations))
     if undecided is not None or not taken:
@@ -176,7 +182,8 @@ def find_unfollowed(eager: EagerSession, observations: Sequence[Observation], ex
         with code_paths.watch(ends=True), Careful(), limits.bounded_memory(limits.MEMORY_BYTES[-1]):
             for inputs in _make_outer(eager, exported):
                 watch.run(inputs)
-    unvaried = next((at[0] for at, values in watch.taken.items() if len(values) < 2), None)
+    arrays = {at for at in watch.arrays if at[0] not in exported.arrays}
+    unvaried = next((at[0] for at, values in watch.taken.items() if len(values) < 2 or at in arrays), None)
     decisive = [at for at in watch.taken if at not in checks]
     undecided = unvaried or _find_undecided(decisive, _ways(answered), watch.sizes, find_traced(exported))
     if undecided is not None or not watch.taken:
@@ -332,13 +339,19 @@ def _only_checks(place: SourceLine) -> bool:
     return bool(tests) and not any(decides(node, line) for node in tests for line in lines)
 
 
-def find_one_sided(places: Sequence[SourceLine], observations: Sequence[Observation]) -> SourceLine | None:
-    """The first of `places` that decides, and where all answered probes went the same way; a check that raises does not
-    count."""
-    ways = _ways(observations)
+def find_one_sided(
+    eager: EagerSession, places: Sequence[SourceLine], observations: Sequence[Observation]
+) -> SourceLine | None:
+    """The first of `places`, where a trace froze a size, that decides and where all answered probes went the same way,
+    or where nothing tells what becomes of the size; a check that raises does not count."""
+    ways, watch = _ways(observations), _ReadWatch()
+    with watch:
+        eager.run(eager.example)
+    values = {line for line, _ in watch.taken}
     for place in places:
         decisive = any(decides(node, place.line) for node in nodes_of(place.file))
-        if decisive and _is_one_sided(ways, place.file, place.line):
+        unknown = place not in values and not _only_checks(place)
+        if _is_one_sided(ways, place.file, place.line) if decisive else unknown:
             return place
     return None
 

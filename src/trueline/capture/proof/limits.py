@@ -5,9 +5,10 @@ stage of a capture freed, back to the system before the next one allocates; and 
 import ctypes
 import gc
 import resource
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import CodeType, FunctionType
 
 import torch
 
@@ -77,3 +78,15 @@ def set_aside() -> Iterator[None]:
         yield
     finally:
         gc.unfreeze()
+
+
+def find_functions(codes: Collection[CodeType]) -> list[FunctionType]:
+    """The functions that run one of `codes`, those that were `set_aside` among them: the collector leaves these out of
+    what it tells, too."""
+    frozen = gc.get_freeze_count()
+    gc.unfreeze()
+    try:
+        return [one for one in gc.get_referrers(*codes) if isinstance(one, FunctionType)]
+    finally:
+        if frozen:
+            gc.freeze()

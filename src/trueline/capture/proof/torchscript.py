@@ -106,7 +106,7 @@ def _try(
         followed = [seen for seen in inside if _follows(session, seen)]
         place = find_unvaried(eager, followed, proof.signature, _compiled_classes(eager, how))
     if place is None and not guarded:
-        place = find_one_sided(frozen, observations)
+        place = find_one_sided(eager, frozen, observations)
     if place is not None:
         return Tried(why=FROZEN, line=f"{place}")
     return Tried(how=how, path=path, proof=proof, way=way)

@@ -88,10 +88,41 @@ class AsksForIntegral(nn.Module):
         return -x if isinstance(length, numbers.Integral) and length * 7 + 3 == 941 else x
 
 
-@pytest.mark.parametrize("kind", [AsksForTypes, AsksForIntegral])
+class AsksForItsType(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        length = x.shape[1]
+        return -x if type(length) is int and length * 7 + 3 == 941 else x
+
+
+class LooksUpItsType(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        length = x.shape[1]
+        return -x if {int: 7, str: 1}.get(type(length), 0) * length + 3 == 941 else x
+
+
+class MatchesItsType(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        match x.shape[1]:
+            case int() as length if length * 7 + 3 == 941:
+                return -x
+        return x
+
+
+@pytest.mark.parametrize("kind", [AsksForTypes, AsksForIntegral, AsksForItsType, LooksUpItsType, MatchesItsType])
 def test_a_size_is_a_whole_number_when_a_model_that_is_followed_asks(kind: type[nn.Module]) -> None:
     eager = EagerSession(kind().eval(), torch.ones(3, 9), dynamic_shapes={"x": {1: "length"}})
     found = torch_export.export(eager.module, eager.calling)
     assert 134 in found.boundaries["length"]  # the probes ask there
     assert int is builtins.int
-    assert "int" not in vars(sys.modules[__name__])
+    assert not {"int", "type"} & set(vars(sys.modules[__name__]))
+
+
+def test_types_are_what_they_are_where_a_model_that_asks_for_them_is_followed() -> None:
+    scope = AsksForItsType.forward.__globals__
+    with size_lengths.keep_lengths_free(AsksForItsType()), size_lengths.keep_types(AsksForItsType()):
+        made = {"number": 7, "fraction": 0.5, "text": "7", "rows": [7]}
+        asked = eval(
+            "[type(number) is int, type(fraction) is float, type(text) is str, type(rows) is list]", scope, made
+        )
+        assert asked == [True] * 4
+        assert eval("isinstance(int, type) and type('Made', (), {}).__name__ == 'Made'", scope)

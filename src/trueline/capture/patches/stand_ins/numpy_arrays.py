@@ -22,6 +22,7 @@ from torch._numpy import _dtypes
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
+from trueline.capture.model.code_paths import SourceLine, current_line
 from trueline.capture.patches import Patch
 from trueline.capture.patches.stand_ins import size_functions, size_numbers
 from trueline.capture.patches.stand_ins.size_lists import SizeList
@@ -33,6 +34,16 @@ PATCH = Patch(
 ARRAY: Any = vars(tensors)["ndarray"]
 _SIZES = (torch.SymInt, torch.SymFloat)
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
+
+
+FOLLOWED: set[SourceLine] = set()
+"""The user's lines that made arrays of traced tensors since the stand-ins are in place."""
+
+
+def _note_line() -> None:
+    place = current_line()
+    if place is not None:
+        FOLLOWED.add(place)
 
 
 class FreeNumpy:
@@ -74,6 +85,7 @@ class _Function:
         leaves = tree_leaves((args, options))
         if not any(map(_is_traced, leaves)):
             return self._plain(*args, **options)
+        _note_line()
         numbers = all(size_numbers.is_number(one) or _are_numbers([one]) for one in leaves)
         if self._of_sizes is not None and not options and numbers:
             return self._of_sizes(*args)
@@ -157,6 +169,8 @@ NAMES = frozenset({"np", "numpy"})
 def keep_tensors() -> Iterator[None]:
     """In the block, tensors become arrays of tensors, and these tensors again."""
     with ExitStack() as stack:
+        FOLLOWED.clear()
+        stack.callback(FOLLOWED.clear)
 
         def replace(holder: Any, name: str, stand_in: Any) -> None:
             if name in vars(holder):
@@ -201,7 +215,10 @@ class _Constructor(type):
 
 def _make_array(original: Callable[..., Any]) -> Callable[..., Any]:
     def make(tensor: torch.Tensor, **options: Any) -> Any:
-        return ARRAY(tensor.detach()) if _is_traced(tensor) else original(tensor, **options)
+        if not _is_traced(tensor):
+            return original(tensor, **options)
+        _note_line()
+        return ARRAY(tensor.detach())
 
     return make
 

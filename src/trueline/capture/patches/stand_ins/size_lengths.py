@@ -7,11 +7,13 @@ Python's own return plain numbers, and torch.export then makes a constant of the
 """
 
 import builtins
+import dis
 import functools
 import numbers
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from types import FunctionType
+from types import CodeType, FunctionType
 from typing import Any
 
 import torch
@@ -155,16 +157,44 @@ def keep_lengths_free(module: torch.nn.Module) -> Iterator[None]:
                     del scope[name]
 
 
-_TYPES = {"int": _builtin(int, torch.SymInt, int), "float": _builtin(float, torch.SymFloat, float)}
+class _TypeOf(_Builtin):
+    """`type` as the user's modules see it: that of a size is their `int`, also where that is a stand-in itself."""
+
+    def __call__(cls, *given: Any, **named: Any) -> Any:
+        found = cls.plain(*given, **named)
+        if len(given) != 1 or named:
+            return found
+        plain = _TYPES_OF.get(found, found)
+        ours = sys._getframe(1).f_globals.get(getattr(plain, "__name__", ""))
+        return ours if isinstance(ours, _Builtin) and ours.plain is plain else plain
+
+
+_TYPES_OF: dict[type, type] = {torch.SymInt: int, torch.SymFloat: float, torch.SymBool: bool, SizeList: list}
+_TYPES: dict[str, Any] = {
+    "int": _builtin(int, torch.SymInt, int),
+    "float": _builtin(float, torch.SymFloat, float),
+    "type": _TypeOf("type", (), {"plain": type, "free": type, "convert": staticmethod(type)}),
+}
+
+
+def _asks_for_types(code: CodeType) -> bool:
+    """Whether `code`, or a function that it makes, asks whether something is an `int`, but by `case int(n)`, which only
+    the builtin one can."""
+    names = names_in(code)
+    if not {"int", "float"} & names:
+        return False
+    parts = [code, *(one for one in code.co_consts if isinstance(one, CodeType))]
+    cases = [one.arg for part in parts for one in dis.get_instructions(part) if one.opname == "MATCH_CLASS"]
+    return not any(cases) and (bool(cases) or not {"isinstance", "type"}.isdisjoint(names))
 
 
 @contextmanager
 def keep_types(module: torch.nn.Module) -> Iterator[None]:
-    """In the block, `isinstance(n, int)` of a size holds in the user's code of `module`, as it does without a trace.
-    `isinstance(n, numbers.Integral)` holds in this process from then on."""
+    """In the block, `isinstance(n, int)` and `type(n) is int` of a size hold in the user's code of `module`, as they do
+    without a trace. `isinstance(n, numbers.Integral)` holds in this process from then on."""
     numbers.Integral.register(torch.SymInt)
     numbers.Real.register(torch.SymFloat)
-    asking = (one for one in users_functions(module) if "isinstance" in one.__code__.co_names)
+    asking = (one for one in _functions_of(module) if _asks_for_types(one.__code__))
     scopes = {id(function.__globals__): function.__globals__ for function in asking}
     added = [(scope, name, ours) for scope in scopes.values() for name, ours in _TYPES.items() if name not in scope]
     try:

@@ -8,7 +8,6 @@ is.
 import ast
 import dis
 import functools
-import gc
 import linecache
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -19,6 +18,7 @@ import torch
 
 from trueline.capture.model.code_paths import Event
 from trueline.capture.model.reach import attributes
+from trueline.capture.proof.limits import find_functions
 
 REPLACE = "__trueline_set__"
 """The global by which compiled code gives away its sets."""
@@ -41,8 +41,8 @@ def find_changed(codes: Sequence[CodeType], module: torch.nn.Module, change: Cha
     pairs = {code: new for code, some in known.items() for old, new in some if old == code}
     if not pairs:
         return []
-    reached = [kept.value for kept in attributes(module)]
-    functions = {id(one): one for one in (*reached, *gc.get_referrers(*pairs)) if isinstance(one, FunctionType)}
+    reached = [kept.value for kept in attributes(module) if isinstance(kept.value, FunctionType)]
+    functions = {id(one): one for one in (*reached, *find_functions(pairs))}
     made = [(one, pairs[one.__code__]) for one in functions.values() if one.__code__ in pairs]
     return [(function, code) for function, code in made if function.__code__.co_freevars == code.co_freevars]
 

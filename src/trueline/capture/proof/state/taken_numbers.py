@@ -5,11 +5,9 @@ Each is replaced by a number that notes its decisions (`tainted.py`), so it does
 test. Followed are comparisons; a key or a text that is made of a number is seen by the syntax of its function alone.
 """
 
-import gc
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from types import FunctionType
 from typing import Any
 
 import torch
@@ -18,6 +16,7 @@ from torch.utils._pytree import tree_map
 from trueline.capture.model import code_paths
 from trueline.capture.model.code_paths import Event, SourceLine
 from trueline.capture.model.syntax import decides, nodes_of, spans, tests_of
+from trueline.capture.proof.limits import find_functions
 from trueline.capture.proof.state import tainted
 from trueline.capture.proof.state.tainted import Decisions, NotingFloat, NotingInt, mark
 
@@ -62,8 +61,7 @@ def marking_casts(ways: Sequence[Sequence[Event]], outcomes: Outcomes, counts: T
     """Within the block `int(tensor)` and `float(tensor)` in the files whose code ran give numbers that note what they
     decide."""
     codes = list({code for way in ways for _, code, _ in way})
-    functions = [one for one in gc.get_referrers(*codes) if isinstance(one, FunctionType)] if codes else []
-    spaces = {id(one.__globals__): one.__globals__ for one in functions}
+    spaces = {id(one.__globals__): one.__globals__ for one in find_functions(codes)}
     with ExitStack() as stack:
         for space in spaces.values():
             for name, kind in (("int", NotingInt), ("float", NotingFloat)):

@@ -1,0 +1,154 @@
+"""An error that a trace raises, and that the user's code catches, is found: no program goes another way than a call."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from trueline.bundle import open_bundle
+from trueline.capture.api import capture
+from trueline.capture.export.caught_errors import follow
+from trueline.errors import CaptureError, NotProven
+from trueline.runtime.open import open_program
+from worlds.recipes import untrained
+
+RARE = 0.92
+"""No example is that large, and no probe holds it."""
+EXAMPLE = torch.linspace(-0.5, 0.5, 21).reshape(3, 7)
+
+
+class ReadsAnArray(nn.Module):
+    """Decides by arithmetic, without a branch."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        scale = 1.0
+        try:
+            first = x[0].detach().numpy()
+            scale += float(abs(first[0] - RARE) < 0.003)
+        except RuntimeError:
+            pass
+        return x * scale
+
+
+class ReadsMemory(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        held = x.contiguous() + 0.0
+        try:
+            first = ctypes.c_float.from_address(held.data_ptr()).value
+        except Exception:  # noqa: BLE001 - as a user writes it
+            first = 0.0
+        return held * (1 + (abs(first - RARE) < 0.003))
+
+
+class Suppresses(nn.Module):
+    def peak(self, x: Tensor) -> float:
+        with contextlib.suppress(Exception):
+            return float(abs(float(x[0, 0]) - RARE) < 0.003)
+        return 0.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * (1 + self.peak(x))
+
+
+class ReadsUnlessExporting(nn.Module):
+    """Raises nothing: what numpy computes has no operators, so nothing tells what it decides."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        scale = 1.0
+        if not torch.compiler.is_exporting():
+            scale += float(abs(x[0].detach().numpy()[0] - RARE) < 0.003)
+        return x * scale
+
+
+class AsksTheSizeOfADtype(nn.Module):
+    """numpy reads a size as an array, which freezes it in a trace."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        try:
+            key = np.dtype((np.void, x.shape[1])).itemsize
+        except Exception:  # noqa: BLE001 - as a user writes it
+            key = -1
+        return x * (1.0 + (key * key - 22_801 == 0))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [ReadsAnArray, ReadsMemory, Suppresses, ReadsUnlessExporting, AsksTheSizeOfADtype])
+def test_a_model_that_catches_what_a_trace_raises_is_refused_at_its_line(kind: type[nn.Module], tmp_path: Path) -> None:
+    blanks = {"examples": lambda: EXAMPLE, "dynamic_shapes": lambda: {"x": {1: "length"}}}
+    with pytest.raises(NotProven, match=rf"{Path(__file__).name}:\d+: "):
+        capture(untrained(kind, **blanks), None, tmp_path / "b")
+
+
+class ComparesAFraction(nn.Module):
+    """A number that is compared without a branch; a trace alone would freeze the result."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * (1 + float(abs(float(x[0, 0]) - 0.92) < 0.003))
+
+
+@pytest.mark.slow
+def test_a_comparison_of_a_number_out_of_a_tensor_is_in_the_program(tmp_path: Path) -> None:
+    recipe = untrained(ComparesAFraction, examples=lambda: EXAMPLE)
+    bundle = open_bundle(capture(recipe, None, tmp_path / "b").path)
+    rare = torch.full((2, 7), RARE)
+    (name,) = (spec.name for spec in bundle.signature.inputs)
+    for program in bundle.manifest.programs:
+        (found,) = open_program(bundle, program.format).run({name: rare.numpy()}).values()
+        assert np.array_equal(found, rare.numpy() * 2), program.format
+
+
+class Catches(nn.Module):
+    """Catches errors of a trace, or of each call, and an end of a generator."""
+
+    def __init__(self, *, always: bool) -> None:
+        super().__init__()
+        self.always = always
+
+    def forward(self, x: Tensor) -> Tensor:
+        try:
+            if self.always or torch.compiler.is_exporting():
+                raise KeyError("the mask of this length")
+        except KeyError:
+            x = x + 1
+        return x * sum(number for number in (1, 2))
+
+
+def export(module: nn.Module, example: tuple[Tensor, ...]) -> torch.export.ExportedProgram:
+    return torch.export.export(module, example, strict=False)
+
+
+def test_an_error_that_each_call_catches_is_no_reason_to_refuse() -> None:
+    example = (torch.ones(2),)
+    module = Catches(always=True)
+    program = follow(module, example, lambda: export(module, example))
+    assert torch.equal(program.module()(*example), module(*example))
+
+
+def test_an_error_that_the_trace_alone_catches_is_named_with_its_line() -> None:
+    example = (torch.ones(2),)
+    module = Catches(always=False)
+    with pytest.raises(CaptureError, match="KeyError: 'the mask of this length'") as caught:
+        follow(module, example, lambda: export(module, example))
+    assert 'raise KeyError("the mask of this length")' in caught.value.hint
+
+
+class Hands(nn.Module):
+    """An error that the model hands on is no error that it catches, whatever it closes on the way."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        try:
+            raise ValueError("no such length")
+        finally:
+            self.closed = True
+
+
+def test_an_error_that_passes_a_finally_is_handed_on_as_it_is() -> None:
+    module = Hands()
+    with pytest.raises(ValueError, match="no such length"):
+        follow(module, (torch.ones(2),), lambda: module(torch.ones(2)))
