@@ -103,6 +103,17 @@ def test_what_is_certain_counts_from_the_least_size_on() -> None:
     assert not is_certain(between, {"a": Dim(), "b": Dim(min=15)})
 
 
+@pytest.mark.parametrize(
+    "rule", ["d0 * ((3 + d1) // 4) != d0", "d0 != ((3 + d1) // 4) * d0", "d0 % (d0 * ((3 + d1) // 4)) != 0"]
+)
+def test_a_size_is_never_its_own_multiple_nor_divided_by_it(rule: str) -> None:
+    guard = Guard(text="", rule=rule, symbols=("a", "b"))
+    assert is_certain(guard, {"a": Dim(), "b": Dim(min=5)})
+    assert not is_certain(guard, {"a": Dim(), "b": Dim(min=4)})
+    another = Guard(text="", rule=rule.replace("d0 * ", "7 * ").replace("* d0", "* 7"), symbols=("a", "b"))
+    assert not is_certain(another, {"a": Dim(), "b": Dim(min=5)})
+
+
 def test_a_guard_between_two_sizes_is_looked_at_once_for_the_same_ranges(monkeypatch: pytest.MonkeyPatch) -> None:
     guard = Guard(text="", rule="d0 * d1 != 6002", symbols=("a", "b"))
     dims = {"a": Dim(), "b": Dim(), "c": Dim(max=7)}

@@ -157,6 +157,15 @@ def fixes_the_sizes_of_grids_ramps_and_distances() -> bool:
     return any(span.upper <= 25 for span in near.range_constraints.values())
 
 
+@shows("patches/stand_ins/size_multiples")
+def keeps_a_sum_that_is_a_multiple_as_a_sum() -> bool:
+    def in_windows(x: Tensor) -> Tensor:
+        filled = F.pad(x, (0, 0, 0, (4 - x.shape[1] % 4) % 4))
+        return filled.reshape(x.shape[0], filled.shape[1] // 4, 4, x.shape[2])
+
+    return any("%" in guard for guard in export(Of(in_windows), X)._guards_code)
+
+
 @shows("patches/size_keys")
 def has_no_hash_of_a_size() -> bool:
     return refused(Of(lambda x: x * {}.get(x.shape[1], 2)), X, message="unhashable type")

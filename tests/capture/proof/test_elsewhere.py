@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib.metadata
 import inspect
 import os
 import platform
@@ -382,6 +383,15 @@ def test_what_is_read_outside_is_refused_with_its_line(model: type[nn.Module], w
 )
 def test_what_is_the_same_everywhere_is_no_reason_to_refuse(model: type[nn.Module]) -> None:
     assert find_unsteady(model) is None
+
+
+class AsksForAVersion(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x * 2 if importlib.metadata.version("numpy") > "1" else x
+
+
+def test_which_packages_are_installed_is_no_file_that_a_model_reads() -> None:
+    assert find_unsteady(AsksForAVersion) is None
 
 
 def test_a_replayed_call_that_reads_a_wrong_address_ends_at_once() -> None:

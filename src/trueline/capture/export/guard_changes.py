@@ -6,6 +6,7 @@ that is a polynomial. Guards between several are tried along lines: one symbol a
 
 import ast
 import itertools
+import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache, reduce
@@ -204,13 +205,16 @@ def is_certain(guard: Guard, dims: Mapping[str, Dim]) -> bool:
         match tree.ops[0], other:
             case ast.NotEq(), ast.Constant(value=0) if _find_least(one, least) > 0:
                 return True
+            case ast.NotEq(), ast.Constant(value=0) if isinstance(one, ast.BinOp) and isinstance(one.op, ast.Mod):
+                return _is_part(one.left, one.right, least)
             case ((ast.NotEq() | ast.Gt()), ast.Constant(value=int(number))) if _is_more(one, number, least):
                 return True
             case ast.GtE(), ast.Constant(value=int(number)) if _is_more(one, number - 1, least):
                 return True
         match tree.ops[0]:
             case ast.NotEq():
-                return any(_is_above(*pair, least) for pair in ((one, other), (other, one)))
+                pairs = (one, other), (other, one)
+                return any(_is_part(*pair, least) for pair in pairs) or any(_is_above(*pair, least) for pair in pairs)
             case ast.Gt():
                 return _is_above(one, other, least)
             case ast.Lt():
@@ -222,6 +226,24 @@ def is_certain(guard: Guard, dims: Mapping[str, Dim]) -> bool:
     except ValueError:
         return False
     return False
+
+
+def _is_part(part: ast.expr, whole: ast.expr, least: Mapping[str, int]) -> bool:
+    """Whether `whole` is a product of what `part` is one of and of factors that make more of it: `n` and `n * (m // 4)`
+    from `m` of 8 on."""
+    few, many = _factors(part), _factors(whole)
+    for factor in few:
+        if factor not in many:
+            return False
+        many.remove(factor)
+    more = [_find_least(ast.parse(factor, mode="eval").body, least) for factor in many]
+    return _find_least(part, least) > 0 and all(one > 0 for one in more) and math.prod(more) > 1
+
+
+def _factors(node: ast.expr) -> list[str]:
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult):
+        return _factors(node.left) + _factors(node.right)
+    return [ast.unparse(node)]
 
 
 Terms = Mapping[tuple[str, ...], int]
@@ -243,6 +265,9 @@ def _find_least(node: ast.expr, least: Mapping[str, int]) -> int:
         ):
             start, of_all = _find_least(left, least), ast.unparse(minus) == f"-1 * {ast.unparse(left)}"
             return -(-start // by) * by if of_all and start > 0 else max(0, start)
+        case ast.BinOp(left=left, op=ast.Add(), right=right):
+            parts = _find_least(left, least), _find_least(right, least)
+            return sum(parts) if min(parts) > 0 else 0
         case ast.BinOp(left=left, op=ast.FloorDiv(), right=ast.Constant(value=int(by))) if by > 0:
             return max(0, _find_least(left, least)) // by
         case ast.BinOp(left=left, op=ast.FloorDiv(), right=ast.BinOp(op=ast.FloorDiv(), right=ast.Constant()) as part):

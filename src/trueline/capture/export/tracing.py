@@ -28,7 +28,7 @@ from trueline.capture.patches import (
     symbolic_sizes,
     value_checks,
 )
-from trueline.capture.patches.stand_ins import size_functions
+from trueline.capture.patches.stand_ins import size_functions, size_multiples
 from trueline.recipe.eager_mode import as_trained
 
 PATCH = Patch(issue="none found", versions="torch 2.13", cost="under 0.1 ms", helps=("all",))
@@ -93,6 +93,7 @@ def apply_patches() -> Iterator[None]:
             value_checks.keep_checks,
             fake_quantization.keep_steps,
             size_functions.add_operators,
+            size_multiples.keep_multiples,
         ):
             stack.enter_context(patch())
         yield

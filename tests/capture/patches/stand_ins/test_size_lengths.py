@@ -126,3 +126,28 @@ def test_types_are_what_they_are_where_a_model_that_asks_for_them_is_followed() 
         )
         assert asked == [True] * 4
         assert eval("isinstance(int, type) and type('Made', (), {}).__name__ == 'Made'", scope)
+
+
+class LetterBox(nn.Module):
+    """An image that is scaled into a square of 32, its sides in proportion, and filled up."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Conv2d(2, 4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        height, width = x.shape[-2:]
+        scale = min(32 / height, 32 / width)
+        high, wide = math.ceil(height * scale - 0.5), math.ceil(width * scale - 0.5)
+        found = nn.functional.interpolate(x, (high, wide), mode="bilinear", align_corners=False)
+        return self.layer(nn.functional.pad(found, (0, 32 - wide, 0, 32 - high))).mean((2, 3))
+
+
+def test_guards_that_no_range_says_are_those_of_pythons_own_functions() -> None:
+    """`min` and `int` of two sizes make conditions of torch's that leave sizes out in two directions."""
+    shapes = {"x": {2: "height", 3: "width"}}
+    eager = EagerSession(LetterBox().eval(), torch.ones(2, 2, 16, 12), dynamic_shapes=shapes)
+    found = torch_export.export(eager.module, eager.calling)
+    for claim in found.claims:
+        assert claim.allows({"batch": 2, "height": 16, "width": 12})
+        assert claim.allows({"batch": 2, "height": 30, "width": 50})

@@ -52,6 +52,7 @@ def _extreme(plain: Callable[..., Any], free: Callable[[Any, Any], Any]) -> Call
 
 
 NO_METHOD = "'SymInt' object has no attribute"
+NO_WORDS = "a condition between sizes that cannot be expressed"
 NO_NUMBER = "Could not extract specialized integer from data-dependent expression"
 _NUMBERS = (builtins.int, builtins.float, torch.SymInt, torch.SymFloat)
 
@@ -208,9 +209,9 @@ def keep_types(module: torch.nn.Module) -> Iterator[None]:
 
 
 def is_cause(message: str) -> bool:
-    """Whether torch's `message` may be about a method that a symbolic size has not, an array of a traced tensor, or a
-    number that is taken out of one."""
-    return any(one in message for one in (NO_METHOD, NO_NUMBER)) or numpy_arrays.is_cause(message)
+    """Whether torch's `message` may be about a method that a symbolic size has not, an array of a traced tensor, a
+    number that is taken out of one, or guards of what Python's own functions make of a size."""
+    return any(one in message for one in (NO_METHOD, NO_NUMBER, NO_WORDS)) or numpy_arrays.is_cause(message)
 
 
 def may_help(module: torch.nn.Module) -> bool:

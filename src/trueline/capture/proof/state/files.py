@@ -18,6 +18,7 @@ _STRAY = (
     "linecache.py",
     "<frozen importlib",
     "<frozen zipimport",
+    "/importlib/metadata/",
     "inspect.py",
     "traceback.py",
     "warnings.py",
