@@ -118,6 +118,7 @@ MAX_LINES += 95  # quotients of sizes that guards round, as whole divisions
 MAX_LINES += 60  # sizes by a factor in torch's precision, linspace's bits, sparse indices that are checked
 MAX_LINES += 85  # loops refused: buffers changed after a step, records made of weights, a second loop
 MAX_LINES += 655  # numbers that code computes, whole numbers beyond 64 bits, errors of a trace alone, sizes filled up
+MAX_LINES += 160  # a rewrite of loops over parts of a tensor
 MAX_FOLDER_FILES = 20
 MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 50

@@ -63,6 +63,26 @@ def test_greedy_suppression_is_a_scan_over_what_is_left(kind: type[nn.Module]) -
     assert "keep = order[left]" in diff
 
 
+class Spared(nn.Module):
+    """Rows near one that is kept are not, and what says so is read in its own step alone."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        score = x[:, 0]
+        distance = (x[:, None] - x[None]).abs().sum(2)
+        order = score.argsort(descending=True)
+        keep = torch.ones(len(x), dtype=torch.bool)
+        for i in order:
+            if keep[i]:
+                near = (distance[i] < 2.0) & (score < score[i])
+                keep = keep & ~near
+        return keep * score
+
+
+def test_a_name_that_each_step_computes_again_has_no_value_on_the_other_way() -> None:
+    diff = healed(Spared(), torch.randn(5, 2), torch.randn(1, 2), torch.randn(17, 2))
+    assert "torch.where(keep[" in diff
+
+
 @pytest.mark.long
 def test_a_loop_that_begins_with_numbers_carries_them_as_tensors() -> None:
     diff = healed(loops.Centres(), torch.randn(7, 4), torch.randn(1, 4), torch.randn(12, 4))

@@ -15,7 +15,7 @@ from trueline.doctor.rewrites.control import (
     while_loops,
     windows,
 )
-from trueline.doctor.rewrites.loops import pairs, vectorize
+from trueline.doctor.rewrites.loops import pairs, vectorize, whole_parts
 from trueline.doctor.rewrites.scope import Candidate, Scope, Spot
 from trueline.doctor.rewrites.tensors import (
     compacted,
@@ -43,6 +43,7 @@ _FAMILIES: tuple[Callable[[Scope, Spot], Iterable[Candidate | None]], ...] = (
     size_tables.rewrites,
     selections.run_all_parts,
     compacted.rewrites,
+    whole_parts.take_whole,
     vectorize.scan_worklist,
     size_choices.choose_sizes,
     branches.rewrites,

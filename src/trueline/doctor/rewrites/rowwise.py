@@ -123,7 +123,15 @@ def _of_call(scope: Scope, node: ast.Call, rows: Rows) -> int | None:
     owner, how = node.func.value, node.func.attr
     of_torch = ast.unparse(owner) in ("torch", "F", "torch.nn.functional", "nn.functional")
     found = _together(scope, given if of_torch else [owner, *given], rows)
-    if found is None or how in ELEMENTWISE:
+    if found is None:
+        return None
+    if (
+        not of_torch
+        and _inner(scope, owner, rows) is None
+        and not isinstance(value_of(owner, scope.seen), torch.Tensor)
+    ):
+        raise NotAlike  # `self.add(row)` is a method of the user's
+    if how in ELEMENTWISE:
         return found
     if how == "linear" and of_torch and found:
         return found

@@ -189,7 +189,26 @@ def read_later(spot: Spot, end: int | None = None) -> set[str]:
     for outer in spot.outer:
         names |= set(loaded_names(outer.rest))
         if isinstance(outer.statement, ast.For | ast.While):
-            names |= set(loaded_names(outer.statement))
+            head = outer.statement.iter if isinstance(outer.statement, ast.For) else outer.statement.test
+            names |= {*loaded_names(head), *_read_first(outer.statement.body, set())}
+    return names
+
+
+def _read_first(block: Sequence[ast.stmt], known: set[str]) -> set[str]:
+    """Names that a step may read before it gives them a value, with those of `known` given; these grow."""
+    names = set[str]()
+    for statement in block:
+        match statement:
+            case ast.Assign(targets=[ast.Name(id=name)], value=value):
+                names |= set(loaded_names(value)) - known
+                known.add(name)
+            case ast.If(test=test, body=body, orelse=other):
+                one, two = set(known), set(known)
+                names |= set(loaded_names(test)) - known
+                names |= _read_first(body, one) | _read_first(other, two)
+                known |= one & two
+            case _:
+                names |= set(loaded_names(statement)) - known
     return names
 
 
