@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -152,3 +153,36 @@ def test_an_error_that_passes_a_finally_is_handed_on_as_it_is() -> None:
     module = Hands()
     with pytest.raises(ValueError, match="no such length"):
         follow(module, (torch.ones(2),), lambda: module(torch.ones(2)))
+
+
+class WithoutGradients(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            return x * 2
+
+
+class Table:
+    def find(self, key: int) -> int:
+        try:
+            return {0: 1}[key]
+        except KeyError:
+            return 0
+
+
+class Asks(nn.Module):
+    """An object of the user's catches, not the model itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = Table()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.table.find(7)
+
+
+@pytest.mark.parametrize(("model", "watched"), [(WithoutGradients(), False), (Asks(), True), (Suppresses(), True)])
+def test_only_a_model_that_may_catch_something_is_watched(model: nn.Module, watched: bool) -> None:
+    before, seen = sys.gettrace(), list[object]()
+    follow(model, (torch.ones(2, 2),), lambda: seen.append(sys.gettrace()))
+    assert (seen[0] is not before) == watched
+    assert sys.gettrace() is before

@@ -2,22 +2,25 @@
 
 A trace raises where a value decides, where a tensor has no memory, or where a library takes no symbolic size. Code that
 catches this goes another way than the model does, and no guard tells of it. What a call catches, too, does not count.
+To watch a trace takes longer than the trace, so only models with a function that may catch something are watched.
 """
 
-from __future__ import annotations
-
+import ast
 import copy
 import dis
+import functools
+import inspect
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from types import FrameType
+from types import CellType, CodeType, FrameType, FunctionType, ModuleType
 from typing import Any, TypeVar
 
 import torch
 
-from trueline.capture.model.code_paths import SourceLine, find_package, is_installed, is_users, line_at
+from trueline.capture.model.code_paths import SourceLine, is_installed, is_users, line_at, names_in, users_functions
+from trueline.capture.model.syntax import nodes_of
 from trueline.errors import CaptureError
 from trueline.runtime.tensors import one_line
 
@@ -27,22 +30,14 @@ _RETURNS = frozenset(dis.opmap[name] for name in ("RETURN_VALUE", "YIELD_VALUE",
 
 @dataclass(slots=True)
 class CaughtErrors:
-    """The lines where the user's code, or that of the `packages` of the model, caught an error, with the first error of
-    each. What torch calls while it traces (sympy) catches errors of its own."""
+    """The lines where the user's code caught an error, with the first error of each. What installed libraries catch
+    does not count: those that are traced look for what is there to trace with."""
 
-    packages: frozenset[str]
     found: dict[SourceLine, Exception] = field(default_factory=dict)
-
-    @classmethod
-    def of(cls, module: torch.nn.Module) -> CaughtErrors:
-        """None yet."""
-        kinds = {kind for part in module.modules() for kind in type(part).__mro__}
-        return cls(frozenset(kind.__module__.partition(".")[0] for kind in kinds))
 
     def enter(self, frame: FrameType, event: str, arg: Any) -> Any:
         """The trace function of a call: follows the user's frames."""
-        file = frame.f_code.co_filename
-        if not is_users(file) or (is_installed(file) and find_package(file) not in self.packages):
+        if not _is_own(frame.f_code):
             return None
         raised: list[tuple[SourceLine, Exception]] = []
 
@@ -74,11 +69,13 @@ class CaughtErrors:
 def follow(module: torch.nn.Module, example: tuple[Any, ...], trace: Callable[[], _Traced]) -> _Traced:
     """What `trace` of `module` returns. Raises CaptureError, with the line, where the trace caught an error that a call
     with `example` does not."""
-    caught = CaughtErrors.of(module)
+    if not any(map(_may_catch, _find_codes(module))):
+        return trace()
+    caught = CaughtErrors()
     with caught.watch():
         traced = trace()
     if caught.found:
-        plain = CaughtErrors(caught.packages)
+        plain = CaughtErrors()
         with torch.no_grad(), plain.watch():
             module(*copy.deepcopy(example))
         for place in (one for one in caught.found if one not in plain.found):
@@ -88,3 +85,56 @@ def follow(module: torch.nn.Module, example: tuple[Any, ...], trace: Callable[[]
                 hint=f"{place}",
             )
     return traced
+
+
+def _find_codes(module: torch.nn.Module) -> set[CodeType]:
+    """The code of the users' functions that `module` reaches: its methods, those of objects that it keeps, and what
+    these name, in other files too."""
+    kept = [value for part in module.modules() for value in vars(part).values()]
+    waiting: list[Any] = [*users_functions(module), *(value if callable(value) else type(value) for value in kept)]
+    seen, codes = set[int](), set[CodeType]()
+    while waiting:
+        one = inspect.unwrap(waiting.pop())
+        one = getattr(one, "__func__", one)
+        if id(one) in seen:
+            continue
+        seen.add(id(one))
+        if isinstance(one, type) and one.__module__.partition(".")[0] not in ("torch", "builtins"):
+            waiting += [held for held in vars(one).values() if callable(held)]
+        if not isinstance(one, FunctionType) or not _is_own(one.__code__):
+            continue
+        codes |= {one.__code__, *(held for held in one.__code__.co_consts if isinstance(held, CodeType))}
+        names, given = names_in(one.__code__), [cell.cell_contents for cell in one.__closure__ or () if _has(cell)]
+        named = [*given, *(one.__globals__.get(name) for name in names)]
+        inner = [vars(held).get(name) for held in named if isinstance(held, ModuleType) for name in names]
+        waiting += [held for held in (*named, *inner) if isinstance(held, FunctionType | type)]
+    return codes
+
+
+def _is_own(code: CodeType) -> bool:
+    """Whether the user wrote it, and did not install it."""
+    return is_users(code.co_filename) and not is_installed(code.co_filename)
+
+
+def _has(cell: CellType) -> bool:
+    try:
+        return cell.cell_contents is not cell
+    except ValueError:  # it has no value yet
+        return False
+
+
+@functools.lru_cache(maxsize=20_000)
+def _may_catch(code: CodeType) -> bool:
+    """Whether it has an `except`, or a `with` of something else than torch's own."""
+    lines = {line for _, _, line in code.co_lines() if line}
+    if not any(one.opname == "PUSH_EXC_INFO" for one in dis.get_instructions(code)):
+        return False
+    for node in nodes_of(code.co_filename):
+        if getattr(node, "lineno", None) not in lines:
+            continue
+        if isinstance(node, ast.Try | ast.TryStar) and node.handlers:
+            return True
+        items = node.items if isinstance(node, ast.With) else []
+        if not all(ast.unparse(item.context_expr).startswith("torch.") for item in items):
+            return True
+    return not nodes_of(code.co_filename)

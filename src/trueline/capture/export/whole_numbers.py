@@ -103,8 +103,8 @@ def _end(claim: Signature, exported: Exported, numbers: Collection[Expression]) 
     few = dict.fromkeys(claim.symbols, 2)
     for expr in numbers:
         own = [ours for theirs in expr.free_symbols for ours in _names_of(str(theirs), exported) if ours in few]
-        bits = TOGETHER_BITS // max(len(own), 1)
-        for symbols, most in (*(([symbol], LARGEST_SIZE) for symbol in own), (own, 2**bits)):
+        together = [(own, 2 ** (TOGETHER_BITS // len(own)))] if len(own) > 1 else []
+        for symbols, most in (*(([symbol], LARGEST_SIZE) for symbol in own), *together):
 
             def fits(size: int, expr: Expression = expr, symbols: Collection[str] = symbols) -> bool:
                 return _evaluate(expr, exported, few | dict.fromkeys(symbols, size), {}) < WIDEST

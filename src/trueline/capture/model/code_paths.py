@@ -218,11 +218,6 @@ def is_installed(file: str) -> bool:
     return "/site-packages/" in file
 
 
-def find_package(file: str) -> str:
-    """The installed package that `file` belongs to; empty where it belongs to none."""
-    return file.rpartition("/site-packages/")[2].partition("/")[0] if is_installed(file) else ""
-
-
 @functools.lru_cache(maxsize=20_000)
 def names_in(code: CodeType) -> frozenset[str]:
     """The names of globals and attributes in `code` and in the functions that it makes, and texts that could be one."""
