@@ -209,6 +209,27 @@ def expect_same_training(trained: Sequence[torch.Tensor], frozen: Sequence[torch
         )
 
 
+def expect_same_versions(model: torch.nn.Module, before: Sequence[int]) -> None:
+    """Raises UsageError if a loop has changed parameters of `model` itself, whose versions were those `before`."""
+    names = [name for (name, value), version in zip(model.named_parameters(), before, strict=True)
+             if value._version != version]  # fmt: skip
+    scaled = [name for name, part in model.named_modules() if getattr(part, "max_norm", None) is not None]
+    if names and scaled:
+        raise UsageError(
+            f"the forward of '{scaled[0]}' scales down the rows that it reads (max_norm), and so changes the "
+            "parameters or their gradients itself: other workers read other rows",
+            hint="leave max_norm out, and scale in the forward (weight / weight.norm(...)), or in the step() of an "
+            "optimizer of your own",
+        )
+    if names:
+        raise UsageError(
+            f"the loop changes the parameters or their gradients itself: {join_names(names)} while it computes a "
+            "loss, which a worker that catches up would not do",
+            hint="do it in the step() of an optimizer of your own, or compute with changed copies; job.step(loss) "
+            "runs backward and optimizer",
+        )
+
+
 @contextmanager
 def evaluating(model: torch.nn.Module) -> Iterator[None]:
     """Puts `model` in evaluation mode; afterwards each module has its own mode again."""

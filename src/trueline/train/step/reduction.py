@@ -334,7 +334,8 @@ def _refusal(
     found = f"the loss of {whole.records} records is {whole.loss:.6g}, and those of its parts of {counts} are {losses}"
     if tied:
         return UsageError(f"{found}: whether it is a mean or a sum cannot be seen",
-                          hint='name it: reduction = "mean" or "sum" (in a loop: Options(reduction=...))')  # fmt: skip
+                          hint="records that count nothing show neither; if it is one where records count, name that: "
+                          'reduction = "mean" or "sum" (in a loop: Options(reduction=...))')  # fmt: skip
     names = {"weighted": "mean by the weights"}
     apart = ", ".join(f"as a {names.get(kind, kind)} it is {as_percent(off)} off" for kind, off in far.items())
     noise = 'the trial cannot hold still what numpy or random draw: name reduction = "mean" for a mean; '

@@ -29,13 +29,14 @@ from trueline.data.loading.seeding import preserve_generators, seed_all
 from trueline.data.loading.worker_pool import ReadMemory
 from trueline.data.source import Readable
 from trueline.engine.contract import parse_ref
-from trueline.errors import UsageError, join_names
+from trueline.errors import UsageError
 from trueline.parallel.ddp import list_used
 from trueline.train import dynamo
 from trueline.train.step import features, model_traits, reduction
 from trueline.train.step.contribution import StepBatch
 from trueline.train.step.model_traits import ModelTraits
 from trueline.train.step.options import Options
+from trueline.train.step.parts import silent
 from trueline.train.step.parts.buffer_changes import BufferChanges, find_followers
 from trueline.train.step.parts.late_steps import LateTrial, find_decisive
 from trueline.train.step.parts.still import Bends, Bound, WatchedOperators, unsettle, without_draws
@@ -146,6 +147,7 @@ class LossTrial:
                 self._changes.clear()
                 self.divisors.clear()
                 yield from self.each_part(ids[:FEW] if few else ids)
+                ids = yield from silent.try_more(self, ids)
                 if self.is_finite():
                     yield from self._settle(ids)
                     return
@@ -292,7 +294,7 @@ class LossTrial:
                 self._marked.grad = None
 
     def _expect_unchanged(self) -> None:
-        self._expect_same_parameters()
+        model_traits.expect_same_versions(self.inputs.model, [version for version, _ in self._state])
         grad = None if self._marked is None else self._marked.grad
         # Clearing it is of no use, and does no harm.
         same = grad is None or not bool(grad.any()) or bool(grad.eq(LARGE).all())
@@ -301,26 +303,6 @@ class LossTrial:
                 "the loop changes the parameters or their gradients itself",
                 hint="job.step(loss) runs backward and optimizer; gradients are clipped by clip_norm (in a loop: "
                 "Options(clip_norm=...))",
-            )
-
-    def _expect_same_parameters(self) -> None:
-        model, before = self.inputs.model, [version for version, _ in self._state]
-        names = [name for (name, value), version in zip(model.named_parameters(), before, strict=True)
-                 if value._version != version]  # fmt: skip
-        scaled = [name for name, part in model.named_modules() if getattr(part, "max_norm", None) is not None]
-        if names and scaled:
-            raise UsageError(
-                f"the forward of '{scaled[0]}' scales down the rows that it reads (max_norm), and so changes the "
-                "parameters or their gradients itself: other workers read other rows",
-                hint="leave max_norm out, and scale in the forward (weight / weight.norm(...)), or in the step() of an "
-                "optimizer of your own",
-            )
-        if names:
-            raise UsageError(
-                f"the loop changes the parameters or their gradients itself: {join_names(names)} while it computes a "
-                "loss, which a worker that catches up would not do",
-                hint="do it in the step() of an optimizer of your own, or compute with changed copies; job.step(loss) "
-                "runs backward and optimizer",
             )
 
     def _twice(self, ids: Ints) -> Batches:
@@ -374,6 +356,8 @@ class LossTrial:
             confirmed = yield from late.batches(counters)
             del self.divisors[seen:]
         self.traits = replace(self._traits(how, whole=not confirmed), off=off, numbers=numbers)
+        if self.traits.whole:
+            yield from silent.expect_shards(self, ids, trial.options.shard_records(trial.global_batch, needed=True))
 
     def each_part(self, ids: Ints, *, step: int | None = None, cuts: int = 2, **still: Unpack[Bends]) -> Batches:
         """The batches `ids` as a whole and cut in two, in one or two ways; `tried` has their losses then."""
