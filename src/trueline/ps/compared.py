@@ -37,10 +37,10 @@ from trueline.train.rehearsal.alike import AlikeTrial, load_traits, settle_trait
 from trueline.train.settings import JobSettings
 from trueline.train.step import features, model_traits
 from trueline.train.step.contribution import StepBatch
+from trueline.train.step.features import measure_gradient
 from trueline.train.step.model_traits import ModelTraits
 from trueline.train.step.options import Options
 from trueline.train.step.plan import Ints
-from trueline.train.step.reduction import measure_gradient
 from trueline.train.step.trial import ATTEMPTS, FEW, LossTrial, TrialInputs
 from trueline.train.worker.measure import call_model
 from trueline.train.worker.recipe_trial import list_spaces

@@ -158,7 +158,7 @@ class Elastic(LoopView):
         self._batch, count = None, len(batch.records)
         divisor = None if weight is None else as_weight(weight, count)
         if self._trial is not None:
-            return self._trial.take(loss, divisor, count)
+            return self._count_tried(applied=self._trial.take(loss, divisor, count))
         self._step_reader.expect_no_draws(batch.step)
         self._generators.expect_still(batch.step)
         self._settings.expect_one_rule(batch.step, first=not self._contribution.count)

@@ -72,6 +72,12 @@ class LoopView:
         self._traits, self._trial, self._tried_step = trial.traits, None, None
         self._plan.cut_into(self._options.shard_records(self._plan.global_batch, needed=self._traits.needs_shards))
 
+    def _count_tried(self, *, applied: bool) -> bool:
+        """Makes `steps` what it is after a batch of a trial whose step counts as applied."""
+        if applied and self._tried_step is not None:
+            self._tried_step += 1
+        return applied
+
     def _watch_generators(self) -> None:
         found = {} if self._replica.owned else list_generators(self._replica.model, places.list_caller_spaces)
         self._generators = OwnGenerators(found, moves=self._traits.reads.get("moved", ()))

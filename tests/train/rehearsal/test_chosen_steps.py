@@ -161,14 +161,14 @@ def slow_down(run, step):
 
 
 REFUSED = [
-    (cool_each_hundredth, True, r"in step 30 the loop changes .* \(the loop's self\.warmth\)"),
+    (cool_each_hundredth, True, r"in step 29 the loop changes .* \(the loop's self\.warmth\)"),
     (cool_once, False, r"in step 17 .* \(the loop's self\.warmth\)"),
-    (cool_in_a_table, True, r"in step 9 .* \(the loop's self\.warmth\)"),
+    (cool_in_a_table, True, r"in step 8 .* \(the loop's self\.warmth\)"),
     (cool_at_part, True, r"in step 2[01] .* \(the loop's self\.warmth\)"),
-    (strengthen, True, r"in step 30 the loop changes something that later batches use; after such a batch"),
+    (strengthen, True, r"in step 29 the loop changes something that later batches use; after such a batch"),
     (strengthen_at_epochs, True, r"the loss of the same records is .* instead of"),
-    (drop_more, True, r"in step 8 .* \(the model's 1\.p\)"),
-    (slow_down, True, r"sets the optimizer's numbers .*: after a batch in step 29 they are \[0\.05"),
+    (drop_more, True, r"in step 7 .* \(the model's 1\.p\)"),
+    (slow_down, True, r"sets the optimizer's numbers .*: after a batch in step 28 they are \[0\.05"),
 ]
 
 

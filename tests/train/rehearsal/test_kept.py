@@ -20,7 +20,7 @@ from torch.utils.data import TensorDataset
 from trueline.errors import UsageError
 from trueline.train.elastic import Elastic
 from trueline.train.rehearsal import kept
-from trueline.train.step import reduction
+from trueline.train.step import features
 from trueline.train.step.options import Options
 
 INPUTS = torch.randn(5, 4, generator=torch.Generator().manual_seed(0))
@@ -202,7 +202,7 @@ def try_function(weigh: Any, spaces: dict[str, Any]) -> None:
     def compute() -> list[float]:
         loss = (weigh(model.net(INPUTS)) ** 2).sum()
         (grad,) = torch.autograd.grad(loss, [model.net.weight])
-        return [float(loss.detach()), *reduction.measure_gradient(grad)]
+        return [float(loss.detach()), *features.measure_gradient(grad)]
 
     memory = kept.KeptNames(model, lambda: [("the loop's ", spaces)])
     for _ in range(2):

@@ -107,3 +107,20 @@ def test_a_mode_that_follows_from_the_step_trains_alike_for_one_and_three_worker
 def test_a_model_that_is_evaluated_between_its_batches_trains():
     *_, ran = train(lambda model, _: model.train(), lambda model, _: model.eval())
     assert ran == list(range(12))
+
+
+@pytest.mark.parametrize("length", [1, 2, 4])
+def test_a_loop_that_evaluates_after_an_epoch_and_calls_train_where_the_next_begins_trains(length):
+    *_, ran = train(
+        lambda model, batch: model.train() if batch.step % length == 0 else None,
+        lambda model, job: model.eval() if job.steps % length == 0 else None,
+    )
+    assert ran == list(range(12))
+
+
+def test_a_loop_that_calls_train_later_than_in_the_next_batch_is_refused():
+    with pytest.raises(UsageError, match="the model is in evaluation mode"):
+        train(
+            lambda model, batch: model.train() if batch.step % 4 == 1 else None,
+            lambda model, job: model.eval() if job.steps % 4 == 0 else None,
+        )

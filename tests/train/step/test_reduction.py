@@ -312,3 +312,30 @@ def test_a_loss_is_one_number_or_one_for_each_record():
     for weight in (-1.0, math.nan, math.inf):
         with pytest.raises(RecipeError, match="the weight of 8 records is"):
             as_weight(weight, 8)
+
+
+def masked(model: Any, inputs: Any, labels: Any, epsilon: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """A mean over the records that a mask lets count, and their number."""
+    counts = (labels > -0.5).double()
+    return (squares(model, inputs, labels) * counts).sum() / (counts.sum() + epsilon), counts.sum()
+
+
+@pytest.mark.parametrize("inside", [0.0, 1e-6])
+def test_an_epsilon_beside_a_weight_that_single_precision_would_round_off_trains(inside):
+    def loss(*given: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        value, weight = masked(*given[:3], 1e-6)
+        return value, weight + inside
+
+    assert loop(net, "numbers", loss)()[1] == "weighted"
+
+
+@pytest.mark.parametrize(("epsilon", "weight"), [(1e-6, len), (1e-2, None)], ids=["wrong weight", "large epsilon"])
+def test_another_weight_and_an_epsilon_beyond_rounding_are_refused(epsilon, weight):
+    def loss(model: Any, inputs: Any, labels: Any, *_: Any) -> tuple[torch.Tensor, Any]:
+        value, right = masked(model, inputs, labels, epsilon)
+        return value, right if weight is None else weight(labels)
+
+    words = "it is not made of its parts" if weight else "has an epsilon beside"
+    with pytest.raises(UsageError, match=words) as raised:
+        loop(net, "numbers", loss)()
+    assert ("weight=" if weight else "clamp(min=1)") in str(raised.value.hint)

@@ -27,7 +27,7 @@ from torch.utils import _pytree as pytree
 
 from trueline.data.loading import seeding
 from trueline.errors import UsageError
-from trueline.train.rehearsal import copies, kept, places
+from trueline.train.rehearsal import copies, kept, modes, places
 from trueline.train.step import model_traits
 from trueline.train.step.contribution import StepBatch
 from trueline.train.step.optimizer_settings import OptimizerSettings
@@ -85,6 +85,7 @@ class AppliedTrial:
         self.place: places.KeptPlace | None = None
         """What has another value in this batch; copies of the weights are not looked for then."""
         self._counts = places.list_enumerates()
+        self._modes, self._next, self._odd = modes.LeftModes(self._model), False, False
 
     def expect_one_rule(self, batches: Generator[StepBatch, None, None]) -> Generator[StepBatch, None, None]:
         """Batches before these, in which no step is applied. Raises UsageError if the optimizer's numbers are others in
@@ -161,9 +162,23 @@ class AppliedTrial:
             self._wild = []
             yield StepBatch(inputs=batch.inputs, labels=batch.labels, records=ids, step=step, weight=1.0, trial=True)
             self._compare()
+            if self._modes.are_left() and not self._odd:
+                yield from self._try_next(ids, step + 1)
+
+    def _try_next(self, ids: Any, step: int) -> Generator[StepBatch, None, None]:
+        """The batch of `step`, which may set the modes that were left behind; none comes after the last."""
+        if step >= self._inputs.total_steps:
+            self._modes.reset()
+            return
+        batch, self._next = self._inputs.reader.read(ids, epoch=0), True
+        yield StepBatch(inputs=batch.inputs, labels=batch.labels, records=ids, step=step, weight=1.0, trial=True)
+        self._next = False
 
     def take(self, loss: torch.Tensor) -> bool:
         """Takes the loss of the last batch, and gives the parameters other values."""
+        if self._next:
+            return False  # what the loop does after a step is none of this batch
+        self._odd = self._modes.are_left()
         if self.ended and self.place is None:
             self.note(self._find_copies("before job.step(loss)"))
         self.taken.append((self._tried.show(loss), self._settings.values()))
@@ -238,6 +253,9 @@ class AppliedTrial:
             return self.compare_rules(settings, settings_again, "a step that was applied")
         apart = abs(loss[0] - again[0]) > max(self._tolerance / 10, 1e-9) * max(abs(loss[0]), abs(again[0]))
         if math.isfinite(loss[0]) and (apart or not kept.is_same(loss, again)):
+            if self._modes.are_left():
+                left = modes.describe_left(self._model, *self._modes.compare())
+                return UsageError(f"after a step that was applied {left}: {JOINS}", hint=modes.HINT)
             return UsageError(
                 f"after a step that was applied {kept.compare(loss, again)}, with equal seeds and parameters: it uses "
                 "something that the loop keeps from batch to batch",

@@ -59,6 +59,27 @@ class ModuleModes:
         return [part.training for part in self._parts]
 
 
+class LeftModes:
+    """Whether modes that a batch of a trial has left behind are set in the batch of the next step, as by a loop that
+    evaluates after an epoch and calls `train()` where the next one begins: they are then no matter."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._parts = list(model.modules())
+        self._begun = [part.training for part in self._parts]
+
+    def are_left(self) -> bool:
+        now, begun = self.compare()
+        return now != begun
+
+    def compare(self) -> tuple[list[bool], list[bool]]:
+        """The modes now, and those that the trial began with."""
+        return [part.training for part in self._parts], self._begun
+
+    def reset(self) -> None:
+        for part, begun in zip(self._parts, self._begun, strict=True):
+            part.training = begun
+
+
 def describe_left(model: torch.nn.Module, kept: list[bool], own: list[bool]) -> str:
     """The first part of `model` whose mode an earlier batch has left behind: the modes that were `kept`, and the loop's
     `own`, in the order of its modules."""

@@ -236,3 +236,13 @@ def take_elements(gradient: torch.Tensor | None, indices: torch.Tensor) -> torch
         return torch.zeros(len(indices), dtype=torch.float64)
     part = gradient.to_dense().detach().flatten()[indices]
     return part.to("cpu", torch.complex128 if part.is_complex() else torch.float64)
+
+
+def measure_gradient(gradient: torch.Tensor | None) -> list[float]:
+    """Its norm and its largest element."""
+    if gradient is None or not gradient.numel():
+        return [0.0, 0.0]
+    flat = gradient.coalesce().values() if gradient.is_sparse else gradient
+    flat = (torch.view_as_real(flat) if flat.is_complex() else flat).flatten()
+    largest = flat[flat.abs().argmax()] if len(flat) else flat.sum()
+    return [float(torch.linalg.vector_norm(flat.float())), float(largest)]

@@ -23,6 +23,8 @@ from trueline.errors import RecipeError, UsageError
 
 Tensor = torch.Tensor
 MOST_NODES = 256
+BESIDE = 1e-6
+"""How far a mean by weights may be off by an epsilon in its divisor, `sum / (weight + 1e-6)`, as float32 rounds."""
 CERTAIN, ALIKE, ROUNDING = 16, 0.99, 2e-6
 """Elements from which on a direction is no chance, its least cosine, and what rounding leaves in any case."""
 
@@ -215,16 +217,6 @@ class LossSample:
     """A cross entropy in it divides by something else than its number of targets."""
 
 
-def measure_gradient(gradient: Tensor | None) -> list[float]:
-    """Its norm and its largest element."""
-    if gradient is None or not gradient.numel():
-        return [0.0, 0.0]
-    flat = gradient.coalesce().values() if gradient.is_sparse else gradient
-    flat = (torch.view_as_real(flat) if flat.is_complex() else flat).flatten()
-    largest = flat[flat.abs().argmax()] if len(flat) else flat.sum()
-    return [float(torch.linalg.vector_norm(flat.float())), float(largest)]
-
-
 def difference(one: LossSample, other: LossSample) -> float:
     """Of loss or gradient, whichever is greater, relative to the larger."""
     parts = [(torch.tensor([a.loss], dtype=torch.float64), a.gradient) for a in (one, other)]
@@ -248,15 +240,18 @@ def drifts(tried: Sequence[LossSample]) -> bool:
     return min(sizes) > 0 and ends > 0.8 * sum(sizes) and max(sizes) < 4 * min(sizes)
 
 
-def combine(parts: Sequence[LossSample], reduction: str) -> LossSample:
-    """The loss of a batch with these `parts` if it reduces in this way."""
+def combine(
+    parts: Sequence[LossSample], reduction: str, epsilon: float = 0.0, total: float | None = None
+) -> LossSample:
+    """The loss of a batch with these `parts` if it reduces in this way. `epsilon`: beside the weights in divisors;
+    `total`: the divisor of all, if it is not the sum of the weights."""
     records = sum(part.records for part in parts)
     factors = [float(part.records) / records for part in parts]
     if reduction == "sum":
         factors = [1.0 for _ in parts]
     if reduction == "weighted":
         weights = [part.weight or 0.0 for part in parts]
-        factors = [weight / (sum(weights) or 1.0) for weight in weights]
+        factors = [(weight + epsilon) / (total or sum(weights) or 1.0) for weight in weights]
     pairs = [(factor, part) for factor, part in zip(factors, parts, strict=True) if factor]
     gradient = sum((factor * part.gradient for factor, part in pairs), torch.zeros_like(parts[0].gradient))
     return LossSample(records, sum(factor * part.loss for factor, part in pairs), gradient)
@@ -267,8 +262,8 @@ def decide(
 ) -> tuple[str, bool]:
     """How the loss reduces, and whether the trial confirms it. Raises UsageError if it does not and nothing is named.
 
-    `draws`: whether the loop draws.
-    `cuts`: the parts of `whole`, cut in several ways. `named`: the setting `reduction`; auto: as the trial shows.
+    `draws`: whether the loop draws. `cuts`: the parts of `whole`, cut in several ways. `named`: the setting
+    `reduction`; auto: as the trial shows.
     """
     if whole is None:
         return ("mean" if named == "auto" else named), True  # every step is one record
@@ -277,7 +272,8 @@ def decide(
         raise UsageError("reduction is 'sum', and the loss has a weight", hint="leave reduction out: weights average")
     kinds = ("weighted",) if weighted else ("mean", "sum")
     far = {kind: max(difference(whole, combine(parts, kind)) for parts in cuts) for kind in kinds}
-    fitting = [kind for kind in kinds if far[kind] <= tolerance]
+    beside = find_epsilon(whole, cuts) if weighted and far["weighted"] > tolerance else None
+    fitting = [kind for kind in kinds if far[kind] <= max(tolerance, 0.0 if beside is None else BESIDE)]
     if named != "auto":
         kind = "weighted" if weighted else named
         return kind, kind in fitting
@@ -286,6 +282,12 @@ def decide(
         raise _refusal(whole, cuts[0], far, tied=False, draws=draws)
     if len(fitting) == 1:
         return fitting[0], True
+    if beside is not None:
+        raise UsageError(
+            "the divisor of the loss, or its weight, has an epsilon beside a sum over the records: a step that is "
+            f"shared would be {as_percent(far['weighted'])} off, and up to {as_percent(BESIDE)} count as rounding",
+            hint="divide by the sum alone: m.sum().clamp(min=1) in the loss, with weight=m.sum()",
+        )
     raise _refusal(whole, cuts[0], far, tied=bool(fitting), draws=draws)
 
 
@@ -295,6 +297,8 @@ def confirm(tried: Sequence[LossSample], how: str, named: str, tolerance: float,
     if not tried or not all(math.isfinite(one.loss) for one in tried):
         return True
     off = measure_off(tried, how)
+    if tolerance < off <= BESIDE and how == "weighted" and find_epsilon(tried[0], cut_pairs(tried)) is not None:
+        return True
     if off <= tolerance or named != "auto":
         return off <= tolerance
     error = _refusal(tried[0], tried[1:3], {how: off}, tied=False, draws=False)
@@ -303,8 +307,35 @@ def confirm(tried: Sequence[LossSample], how: str, named: str, tolerance: float,
 
 def measure_off(tried: Sequence[LossSample], how: str) -> float:
     """How far parts are from the whole, which is the first of those that were `tried`; two parts make one."""
-    cuts = [tried[at : at + 2] for at in range(1, len(tried), 2)]
-    return max((difference(tried[0], combine(parts, how)) for parts in cuts), default=0.0)
+    return max((difference(tried[0], combine(parts, how)) for parts in cut_pairs(tried)), default=0.0)
+
+
+def cut_pairs(tried: Sequence[LossSample]) -> list[Sequence[LossSample]]:
+    """The parts of those that were tried, by cuts."""
+    return [tried[at : at + 2] for at in range(1, len(tried), 2)]
+
+
+def find_epsilon(whole: LossSample, cuts: Sequence[Sequence[LossSample]]) -> float | None:
+    """What a mean by weights has in its divisor beside the weight, if that (or the same in the weight, 0 then) is why
+    it is not made of its parts; else None.
+
+    >>> def sample(total, weight, divisor):
+    ...     return LossSample(1, total / divisor, torch.tensor([2 * total / divisor]).double(), weight)
+    >>> found = find_epsilon(sample(9.0, 6.0, 6.001), [[sample(4.0, 2.0, 2.001), sample(5.0, 4.0, 4.001)]])
+    >>> round(found, 6), find_epsilon(sample(9.0, 3.0, 6.0), [[sample(4.0, 1.0, 1.0), sample(5.0, 2.0, 4.0)]])
+    (0.001, None)
+    """
+    above = below = far = 0.0
+    for parts in cuts:  # loss * (weight + epsilon) is the sum of that of its parts: epsilon by least squares
+        over = whole.gradient - sum(part.gradient for part in parts)
+        under = sum((part.weight or 0.0) * part.gradient for part in parts) - (whole.weight or 0.0) * whole.gradient
+        above, below = above + float(over @ under), below + float(over @ over)
+        far = max(far, difference(whole, combine(parts, "weighted")))
+    epsilon, weight = above / below if below else 0.0, whole.weight or 0.0
+    if not far or abs(epsilon) >= 0.1 * weight:
+        return None
+    left = max(difference(whole, combine(parts, "weighted", epsilon, weight + epsilon)) for parts in cuts)
+    return epsilon if left <= 0.05 * far else None
 
 
 def _has_constant(whole: LossSample, cuts: Sequence[Sequence[LossSample]]) -> bool:
@@ -318,8 +349,7 @@ def _has_constant(whole: LossSample, cuts: Sequence[Sequence[LossSample]]) -> bo
 
 
 def as_percent(off: float) -> str:
-    """Of a relative difference.
-
+    """
     >>> as_percent(0.123), as_percent(2e-7)
     ('12.3%', '2e-05%')
     """

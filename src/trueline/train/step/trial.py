@@ -201,7 +201,7 @@ class LossTrial:
         shown = [float(loss.detach().double().mean())]
         if loss.requires_grad:
             for grad in reduction.compute_gradients(loss.mean(), list(self._parameters), self.inputs.model):
-                shown += reduction.measure_gradient(grad)
+                shown += features.measure_gradient(grad)
         return shown
 
     def answer(self) -> dict[str, Any]:

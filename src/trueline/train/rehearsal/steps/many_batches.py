@@ -62,6 +62,7 @@ class ManyBatchesTrial:
         self._shown: list[tuple[kept.Shown, list[float]]] = []
         self._passes, self._given, self._show_s = False, 0, 0.0
         self._begun: list[bool] = []
+        self._modes, self._next, self._odd = modes.LeftModes(given.model), False, False
         self.tries = 0
 
     def answer(self) -> dict[str, Any]:
@@ -114,11 +115,25 @@ class ManyBatchesTrial:
                 raise self._refuse_changed_weights()
             if not ends and time.process_time() - began < 4 * self._show_s:
                 continue
+            if self._settings and self._modes.are_left():
+                yield from self._try_next(batch, number)
             with nullcontext() if outputs is None else outputs.close():
                 yield from self._show(batch)
             if what := self._find_other(self._shown[1]):
                 raise self._refuse(what, own)
             self.tries = max(self.tries, number)
+
+    def _try_next(self, batch: Batch, step: int) -> Batches:
+        """As that of `applied.AppliedTrial`; not where the last batch was computed in such modes itself."""
+        if self._odd:
+            return
+        if step >= self._total:
+            self._modes.reset()
+            return
+        self._passes = self._next = True
+        with model_traits.restore_buffers(self.inputs.model):
+            yield from self._one(batch, step)
+        self._passes = self._next = False
 
     def _one(self, batch: Batch, step: int) -> Batches:
         eager = torch.compiler.set_stance("force_eager") if dynamo.is_loaded() else nullcontext()
@@ -136,9 +151,10 @@ class ManyBatchesTrial:
             self._shown[-1][1].extend(self._settings.values() if self._settings else ())
 
     def _take(self, loss: torch.Tensor) -> bool:
+        self._odd = self._modes.are_left()
         if not self._passes:
             self._shown.append((self._tried.show(loss), []))
-        return True
+        return not self._next
 
     def _find_other(self, before: tuple[kept.Shown, list[float]]) -> str:
         """What the last batch that was looked at shows otherwise than `before`, in words; empty: nothing."""
