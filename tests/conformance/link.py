@@ -1,6 +1,9 @@
 """What every link promises. Import the tests and define the fixture `make_link()`: a link that has not joined yet,
 in a job of one worker, two steps and eight records."""
 
+import pytest
+
+from trueline.errors import UsageError
 from trueline.train.link.contract import StepReport
 from trueline.wire import train_pb2 as pb
 from worlds.masters import CERTIFICATE, RECORDS, STEPS
@@ -32,6 +35,14 @@ def test_who_joins_gets_a_view_that_holds_it(make_link):
         True,
         True,
     )
+
+
+def test_a_second_loop_is_refused_with_what_one_loop_takes(make_link):
+    link, _ = joined(make_link)
+    with pytest.raises(UsageError, match="a second loop over Elastic batches began in one process") as refused:
+        link.join(pb.Hello(store="here:1", state="here:2", num_records=RECORDS, total_steps=STEPS))
+    assert "epochs=N" in refused.value.hint
+    assert "checkpoint" in refused.value.hint
 
 
 def test_no_view_is_newer_than_the_newest(make_link):

@@ -213,8 +213,10 @@ def test_a_script_may_end_when_its_job_has_finished(phase, refused):
     if not refused:
         worker.expect_finished(status, "train.py")
         return
-    with pytest.raises(errors.UsageError, match=r"train\.py ended before its loop"):
+    with pytest.raises(errors.UsageError, match=r"train\.py ended before its loop") as ended:
         worker.expect_finished(status, "train.py")
+    assert "Validation(rule=Rule(" in ended.value.hint
+    assert "patience=3" in ended.value.hint
 
 
 def seen(ref, code=None):

@@ -8,6 +8,7 @@ restarted. Each implementation passes `tests/conformance/link.py`.
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
+from trueline.errors import UsageError
 from trueline.wire import train_pb2 as pb
 
 
@@ -116,3 +117,13 @@ class Link(Membership, ProgressReporter, BlameReporter, Protocol):
         """Announces a departure; it takes effect between two steps."""
 
     def close(self) -> None: ...
+
+
+def expect_first_loop(*, began: bool) -> None:
+    """Raises UsageError if a loop over the batches of a job began before in this process."""
+    if began:
+        raise UsageError(
+            "a second loop over Elastic batches began in one process",
+            hint="Elastic(epochs=N) gives the batches of all epochs to one `for batch in job:`; to train with other "
+            "settings afterwards, begin another job from the first one's checkpoint",
+        )

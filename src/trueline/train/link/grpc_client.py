@@ -20,7 +20,7 @@ import msgspec
 from trueline.engine.contract import parse_ref
 from trueline.engine.hosts.messages import AGREE, CERTIFICATE_NAME, PULSES, SETTLE, ScriptValues
 from trueline.errors import TrainError, UsageError
-from trueline.train.link.contract import Link, StepReport
+from trueline.train.link.contract import Link, StepReport, expect_first_loop
 from trueline.train.link.local_client import LocalLink
 from trueline.wire import train_pb2 as pb
 from trueline.wire import train_pb2_grpc as pb_grpc
@@ -110,13 +110,6 @@ def _own_metadata() -> tuple[tuple[str, str], ...]:
     return (("authorization", f"Bearer {os.environ['TRUELINE_SECRET']}"),)
 
 
-SECOND_LOOP = "a second loop over Elastic batches began in one process"
-ONE_LOOP = (
-    "Elastic(epochs=N) gives the batches of all epochs to one `for batch in job:`; to train with other settings "
-    "afterwards, begin another job from the first one's checkpoint"
-)
-
-
 _MADE: list["MasterLink"] = []
 """Those of this process, of which one may join; others report why it ends."""
 
@@ -148,8 +141,7 @@ class MasterLink:
 
     def join(self, hello: pb.Hello) -> None:
         hello.ref = self.ref
-        if self.joined or (self in _MADE and any(link.joined for link in _MADE)):
-            raise UsageError(SECOND_LOOP, hint=ONE_LOOP)
+        expect_first_loop(began=self.joined or (self in _MADE and any(link.joined for link in _MADE)))
         self.joined = True
         threading.Thread(target=self._until_closed, args=(self._watch, hello), name="views", daemon=True).start()
         threading.Thread(target=self._until_closed, args=(self._report,), name="reports", daemon=True).start()

@@ -2,8 +2,7 @@
 
 from collections.abc import Callable, Sequence
 
-from trueline.errors import UsageError
-from trueline.train.link.contract import StepReport
+from trueline.train.link.contract import StepReport, expect_first_loop
 from trueline.wire import train_pb2 as pb
 
 TRIES = 3
@@ -25,11 +24,7 @@ class LocalLink:
         self.evaluations: list[pb.Evaluation] = []
 
     def join(self, hello: pb.Hello) -> None:
-        if self.view is not None:
-            raise UsageError(
-                "a second loop began over the batches of one Elastic",
-                hint="Elastic(epochs=N) gives the batches of all epochs to one `for batch in job:`",
-            )
+        expect_first_loop(began=self.view is not None)
         self._store = hello.store
         self.view = pb.View(generation=1, members=[self.ref], cut_below=1, reason="alone")
 

@@ -248,7 +248,9 @@ def expect_finished(status: dict[str, object] | None, script: str) -> None:
     if status is not None and not _has_finished(status):
         raise UsageError(
             f"the script {script} ended before its loop over trueline.Elastic did",
-            hint="make one Elastic in every worker and iterate over it to its end",
+            hint="make one Elastic in every worker and iterate over it to its end; to stop early (instead of `break`), "
+            'write Elastic(validation=Validation(rule=Rule(every=50, monitor="loss", patience=3), ...)), which ends '
+            "the loop in all workers after the same step",
         )
 
 
