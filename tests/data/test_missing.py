@@ -37,6 +37,26 @@ def test_empty_cells_are_refused_with_columns_counts_first_row_and_what_to_do(tm
     assert 'missing = {"income": "mean"}' in caught.value.hint
 
 
+def test_an_empty_label_is_refused_without_the_offer_of_a_mean(tmp_path):
+    with pytest.raises(MissingValues, match="column 'label' has no value in 1 of 3 records, first in row 2") as caught:
+        source_of(write(tmp_path, ["1,10,0", "2,20,", "3,30,1"])).check_missing()
+    assert "mean" not in caught.value.hint
+    assert "leave those without 'label' out" in caught.value.hint
+
+
+def test_a_blank_among_numbers_that_makes_a_feed_fail_on_all_records_is_named_with_count_and_row(tmp_path):
+    def feed(records, mode):
+        return tuple(torch.tensor(records[name].to_numpy()) for name in ("income", "label"))
+
+    rows = [f"{at},{' ' if at in (2, 5) else at},{at % 2}" for at in range(8)]
+    with pytest.raises(MissingValues) as caught:
+        source_of(write(tmp_path, rows), feed=feed).check_missing()
+    assert "column 'income' has text among numbers, which feed fails on (' '), in 2 records" in caught.value.message
+    assert "first in row 3 (record 2" in caught.value.message
+    assert "so the column is read as text, and feed(records, 'training') fails on 2 records" in caught.value.message
+    assert "TypeError" in caught.value.message
+
+
 def test_a_batch_with_an_empty_cell_is_an_error_of_the_schema(tmp_path):
     with pytest.raises(MissingValues, match="column 'income' has 1 records without a value"):
         source_of(write(tmp_path, ROWS)).read(np.array([0, 1]))

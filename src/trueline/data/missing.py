@@ -268,8 +268,9 @@ def _add_statistics(count: Count, records: Records, names: list[str]) -> None:
                     gap.first = unit.offset + int(np.flatnonzero(pc.is_null(column).to_numpy())[0])
 
 
-def refuse(count: Count, describe: Callable[[int], str]) -> None:
-    """Raises MissingValues for what was counted; `describe` gives a record's file and place in it."""
+def refuse(count: Count, describe: Callable[[int], str], labels: tuple[str, ...] = ()) -> None:
+    """Raises MissingValues for what was counted; `describe` gives a record's file and place in it. `labels`: names of
+    columns in whose place nothing can stand."""
     if not count.gaps:
         return
     gaps = sorted(count.gaps.values(), key=lambda gap: -gap.count)
@@ -285,6 +286,12 @@ def refuse(count: Count, describe: Callable[[int], str]) -> None:
     if len(gaps) > _SHOWN:
         parts.append(f"and {len(gaps) - _SHOWN} more columns")
     named = next((gap.column for gap in gaps if not gap.beyond), None)
+    if named in labels:
+        raise MissingValues(
+            "; ".join(parts),
+            hint=f"a label needs a value in every record: correct the records, or leave those without '{named}' out "
+            f'(missing = {{"{named}": "keep"}} where feed handles them, e.g. as ignored labels)',
+        )
     if gaps[0].inside and not gaps[0].beyond:
         hint = f'correct the records, or declare columns = {{"{gaps[0].column}": Series(...)}}: gaps are padding then'
         raise MissingValues("; ".join(parts), hint=f'{hint}; missing = {{...: "keep"}} where feed handles them')
@@ -294,7 +301,8 @@ def refuse(count: Count, describe: Callable[[int], str]) -> None:
     raise MissingValues(
         "; ".join(parts),
         hint=f'correct the records, or say what stands in their place in the recipe: missing = {{"{named}": "mean"}} '
-        '("zero", "category" for text, a number; "keep" where feed handles it)',
+        '("zero", "category" for text, a number; "keep" where feed handles it); a label has none: leave such records '
+        "out",
     )
 
 

@@ -6,7 +6,7 @@ be set aside once training has begun, though the column is at fault, as with mis
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -75,8 +75,17 @@ def _list_odd(column: Any, where: Any) -> Iterator[tuple[int, str]]:
     return zip(places.to_pylist(), column.take(places).to_pylist(), strict=True)
 
 
-def refuse(found: list[StrayText], describe: Callable[[int], str]) -> None:
-    """Raises MissingValues for the texts that a feed fails on; `describe` gives a record's file and place in it."""
+def cast(table: pa.Table, names: Collection[str]) -> pa.Table:
+    """`table` with these columns of text, which are all numbers, as numbers."""
+    for name in names:
+        column = pc.cast(pc.utf8_trim_whitespace(table.column(name)), pa.float64())
+        table = table.set_column(table.schema.get_field_index(name), name, column)
+    return table
+
+
+def refuse(found: list[StrayText], describe: Callable[[int], str], why: str = "") -> None:
+    """Raises MissingValues for the texts that a feed fails on; `describe` gives a record's file and place in it. `why`:
+    how it fails on the other records, since the column is read as text."""
     parts = []
     for name in dict.fromkeys(one.column for one in found):
         own = sorted((one for one in found if one.column == name), key=lambda one: one.first)
@@ -85,6 +94,11 @@ def refuse(found: list[StrayText], describe: Callable[[int], str]) -> None:
         parts.append(
             f"column '{name}' has text among numbers, which feed fails on ({texts}), in "
             f"{sum(one.count for one in own)} records, first in row {first + 1} ({describe(first)})"
+        )
+    if parts and why:
+        raise MissingValues(
+            f"{'; '.join(parts)}; so the column is read as text, and {why}",
+            hint="correct the records, or make numbers of texts in feed, where these are missing values",
         )
     if parts:
         raise MissingValues(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import random
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -302,6 +303,21 @@ def test_the_trial_leaves_no_trace_in_model_generators_and_steps():
 def test_a_loss_of_a_shape_that_torch_would_refuse_is_not_averaged(shape):
     with pytest.raises(RecipeError, match=r"the loss of 8 records has the shape"):
         as_scalar(torch.ones(shape), 8)
+
+
+@pytest.mark.parametrize(
+    ("loss", "found", "hint"),
+    [
+        ({"total": torch.ones(())}, "a dict with the keys 'total'", r"found\['total'\], or the sum"),
+        ((torch.ones(()), 2.0), "a tuple of 2", r"found\[0\], or the sum"),
+        (0.25, r"a float \(0\.25\)", "without .item()"),
+        (None, "a NoneType", "return the loss"),
+    ],
+)
+def test_a_loss_that_is_no_tensor_is_refused_with_what_it_is_and_what_to_give(loss, found, hint):
+    with pytest.raises(RecipeError, match=f"the loss is {found}, expected a tensor") as raised:
+        as_scalar(loss, 8)
+    assert re.search(hint, str(raised.value.hint))
 
 
 def test_a_loss_is_one_number_or_one_for_each_record():

@@ -1,6 +1,6 @@
 """A Source over Records of any format: the recipe's `feed` makes tensors of them."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import Any
@@ -11,7 +11,7 @@ import pyarrow as pa
 from trueline.data import list_lengths, stray_text
 from trueline.data.loading.column_feed import ColumnFeed
 from trueline.data.loading.decoded_cache import TableCache, run_of
-from trueline.data.loading.tensors import DefaultFeed
+from trueline.data.loading.tensors import LABELS, DefaultFeed
 from trueline.data.missing import Missing, count_missing, fill, refuse
 from trueline.data.order.permutation import Indices
 from trueline.data.records import Records
@@ -97,17 +97,22 @@ class TableSource:
         gaps = [(key, gap) for key, gap in count.gaps.items() if gap.beyond or gap.column not in self.fills]
         tried = not isinstance(feed, DefaultFeed)
         count.gaps = {key: gap for key, gap in gaps if not (tried and self._can_feed(gap.first, finite=gap.beyond))}
-        refuse(count, partial(describe_record, self))
+        refuse(count, partial(describe_record, self), labels=LABELS)
         if tried:
             self._check_stray_text(counted)
         self._check_list_lengths(counted, tried=tried)
 
     def _check_stray_text(self, names: list[str]) -> None:
-        """Raises MissingValues for text among numbers that the user's `feed` fails on, where it takes other records."""
+        """Raises MissingValues for text among numbers that the user's `feed` fails on, where it takes other records, or
+        would take them if the columns were numbers, as they are without the text."""
         found, plain = stray_text.find_stray_text(self.records, names)
-        if found and plain >= 0 and self._can_feed(plain, finite=False):
-            refused = [one for one in found if not self._can_feed(one.first, finite=False)]
-            stray_text.refuse(refused, partial(describe_record, self))
+        if not found or plain < 0:
+            return
+        if not (why := self._explain_failure(plain)):
+            found = [one for one in found if not self._can_feed(one.first, finite=False)]
+        elif self._explain_failure(plain, {one.column for one in found}):
+            return  # it fails on something else
+        stray_text.refuse(found, partial(describe_record, self), why)
 
     def _check_list_lengths(self, names: list[str], *, tried: bool) -> None:
         """Raises UnequalLengths for lists that are longer in some records, if the user's `feed` takes two of one
@@ -137,6 +142,14 @@ class TableSource:
             return False
         tensors = [one for one in _leaves((batch.inputs, batch.labels)) if isinstance(one, torch.Tensor)]
         return not any(_lacks(one, finite=finite) for one in tensors)
+
+    def _explain_failure(self, record: int, numbers: Collection[str] = ()) -> str:
+        """Why `feed` fails on a record, of which the columns `numbers` are made numbers; empty: it does not."""
+        try:
+            self._feed_table(stray_text.cast(self.table(np.array([record, record], np.int64)), numbers))
+        except DataError as error:
+            return error.message
+        return ""
 
     def _feed_table(self, table: pa.Table) -> Batch:
         table = fill(table, self.fills) if self.fills else table

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import torch
 
 from trueline.errors import RecipeError, UsageError
+from trueline.train.step.parts import no_tensor
 
 Tensor = torch.Tensor
 MOST_NODES = 256
@@ -62,7 +63,7 @@ def as_scalar(loss: Any, records: int, reduction: str = "mean") -> Tensor:
     Raises RecipeError for any other shape: torch refuses it too, and its mean would be not the loss that was written.
     """
     if not isinstance(loss, torch.Tensor):
-        raise RecipeError(f"the loss is a {type(loss).__name__}, expected a tensor", hint="return it without .item()")
+        raise no_tensor.refuse(loss)
     if loss.dim() == 0:
         return loss
     if loss.numel() == records and loss.shape[0] in (1, records):

@@ -29,8 +29,8 @@ from trueline import files
 from trueline.checkpoint import model_files
 from trueline.columns.fitted import decode as decode_columns
 from trueline.data.loading import seeding
-from trueline.data.source import Batch
-from trueline.errors import CheckpointError, UsageError
+from trueline.data.source import Batch, Countable, Source
+from trueline.errors import CheckpointError, DataError, UsageError
 from trueline.parallel.exchange import is_collective
 from trueline.recipe.contract import Recipe
 from trueline.recipe.load import load_recipe
@@ -154,12 +154,24 @@ def build(parts: WorkerParts, settings: JobSettings, job_dir: Path) -> Elastic:
         facts["data_fills"] = fills  # what stands in the place of missing values
     if recipe.fitted is not None:
         facts["columns"] = msgspec.to_builtins(recipe.fitted)
+    traits = _find_traits(RecipeTrial(recipe, model, source, settings), source)
     return Elastic(
         model, optimizer, source, global_batch=settings.global_batch, epochs=settings.epochs, seed=settings.seed,
         scheduler=scheduler, options=options, validation=validation_of(recipe, model, settings),
         checkpointer=parts.checkpointer(settings, job_dir, facts), faults=settings.faults,
-        traits=RecipeTrial(recipe, model, source, settings).find_traits(), owned=True, exchange=parts.exchange,
+        traits=traits, owned=True, exchange=parts.exchange,
     )  # fmt: skip
+
+
+def _find_traits(trial: RecipeTrial, source: Source) -> model_traits.ModelTraits:
+    """Where the first records cannot be read because of missing values, or of text among numbers, the error counts
+    these in all records."""
+    try:
+        return trial.find_traits()
+    except DataError:
+        if isinstance(source, Countable):
+            source.check_missing()
+        raise
 
 
 def _make_step(recipe: Recipe, model: torch.nn.Module, options: Options) -> OptimizerStep:
