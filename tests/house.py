@@ -122,6 +122,7 @@ MAX_LINES += 225  # a rewrite of loops over parts of a tensor; which models may 
 MAX_LINES += 90  # losses that are 0 for the records that are tried
 MAX_LINES += 195  # losses that are 0 for the records that are tried, epsilons of weights, modes of the next batch
 MAX_LINES += 70  # errors of blanks, gaps and losses that are no tensor
+MAX_LINES += 110  # noise that is seeded by the step alone
 MAX_FOLDER_FILES = 20
 MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 50

@@ -36,7 +36,7 @@ from trueline.train.step import features, model_traits, reduction
 from trueline.train.step.contribution import StepBatch
 from trueline.train.step.model_traits import ModelTraits
 from trueline.train.step.options import Options
-from trueline.train.step.parts import silent
+from trueline.train.step.parts import own_seeds, silent
 from trueline.train.step.parts.buffer_changes import BufferChanges, find_followers
 from trueline.train.step.parts.late_steps import LateTrial, find_decisive
 from trueline.train.step.parts.still import Bends, Bound, WatchedOperators, unsettle, without_draws
@@ -139,6 +139,8 @@ class LossTrial:
                     continue
                 if self._tosses and trial.chosen is None:
                     yield from self._toss(ids[:FEW])
+                if self._draws and trial.chosen is None:
+                    yield from own_seeds.expect_other_noise(self, ids)
                 if self.expect_same is not None:
                     yield from self.expect_same(trial.reader)
                 if self.alike is not None:
@@ -293,6 +295,11 @@ class LossTrial:
             if self._marked is not None:
                 self._marked.grad = None
 
+    def one_as_it_is(self, ids: Ints, *, step: int | None = None, seed: int = 0) -> Batches:
+        """A batch with what it draws."""
+        with WatchedOperators(still=False) as watched:
+            yield from self._one(ids, watched, step, seed)
+
     def _expect_unchanged(self) -> None:
         model_traits.expect_same_versions(self.inputs.model, [version for version, _ in self._state])
         grad = None if self._marked is None else self._marked.grad
@@ -308,14 +315,12 @@ class LossTrial:
     def _twice(self, ids: Ints) -> Batches:
         self.tried.clear()
         for _ in range(2):
-            with WatchedOperators(still=False) as watched:
-                yield from self._one(ids, watched)
+            yield from self.one_as_it_is(ids)
         first, again = self.tried
         large = reduction.difference(first, again) > max(self.tolerance / 10, IN_DOUBLE)
         if not large and first.loss != again.loss and not self._half:
             for _ in range(AGAIN):
-                with WatchedOperators(still=False) as watched:
-                    yield from self._one(ids, watched)
+                yield from self.one_as_it_is(ids)
             large, again = reduction.drifts(self.tried), self.tried[-1]
         if math.isfinite(first.loss) and large:
             raise UsageError(
@@ -328,8 +333,7 @@ class LossTrial:
     def _toss(self, ids: Ints) -> Batches:
         """Other seeds, which may leave out other layers."""
         for seed in range(1, 1 + (TOSSES if self.took_s < QUICK_S else 1)):
-            with WatchedOperators(still=False) as watched:
-                yield from self._one(ids, watched, seed=seed)
+            yield from self.one_as_it_is(ids, seed=seed)
 
     def _settle(self, ids: Ints) -> Batches:
         trial, draws = self.inputs, self._draws
