@@ -25,6 +25,7 @@ import numpy as np
 import torch
 from torch.utils import _pytree as pytree
 
+from trueline import events
 from trueline.data.loading import seeding
 from trueline.errors import UsageError
 from trueline.train.rehearsal import copies, kept, modes, places
@@ -185,19 +186,33 @@ class AppliedTrial:
         if len(self.taken) == 3:
             self.note(self._find_memory(*self.taken[0], *self.taken[2]))
         self._before = [copies.glance(value) for value in self._parameters()]
-        self._buffers = [copies.glance(value) for value in self._model.buffers()]
         wild = WILD * (1 + 0.1 * len(self.taken))  # others each time: the average of one value is that value
         for value in self._parameters():
             flat = value.detach().view(-1)[:SEEN]
             signs = torch.arange(len(flat), device=flat.device) % 3 - 1
             flat.copy_(signs * wild + torch.linspace(0.5, 1.0, len(flat), device=flat.device))
+        self._run_hooks()
         self._wild = [copies.glance(value) for value in self._parameters()]
+        self._buffers = [copies.glance(value) for value in self._model.buffers()]
         self._strange = [value for value in copies.list_strange(loss, self._model) if value.grad is None]
         for value in self._strange:
             value.grad = torch.ones_like(value)  # as the backward of a step leaves it
         if self.place is None:
             self._copies.look(self._strange)
         return True
+
+    def _run_hooks(self) -> None:
+        """Calls the optimizer's hooks, which may change parameters and buffers, and what they keep in no state."""
+        if self.place is not None:
+            return
+        self._copies.look(self._strange)
+        try:
+            self._settings.run_hooks()
+        except Exception as error:  # noqa: BLE001  a user's code may raise anything; the first step shows it
+            events.emit("loop.untried", why=f"a hook of the optimizer: {type(error).__name__}: {error}")
+            return
+        if len(self.taken) > 1:  # what the first step has made is known then
+            self.note(self._find_copies("in a hook of the optimizer"))
 
     def _parameters(self) -> Iterator[torch.Tensor]:
         return copies.list_weights(self._model)

@@ -7,7 +7,7 @@ since an average may be a new tensor after each step.
 from __future__ import annotations
 
 import gc
-from collections import Counter, OrderedDict, defaultdict
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -21,6 +21,7 @@ from trueline.train.rehearsal.kept import KeptNames
 
 SEEN, NUDGE = 4096, 1.01
 """Elements of a tensor that are compared, or changed, and a factor for these."""
+_STACKS = (list, dict, deque)
 _ROOMS = (dict, OrderedDict, defaultdict, list)  # and no subclass of a user's, which may compute what it has
 
 
@@ -43,6 +44,7 @@ class Copies:
         self._strange: list[torch.Tensor] = []
         self._looks = 0
         self._seen: dict[str, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
+        self._stacks: dict[str, int] = {}
 
     def look(self, strange: list[torch.Tensor]) -> None:
         """Notes what is there now; `strange`: tensors that the loss trains and the model does not have."""
@@ -54,6 +56,7 @@ class Copies:
             name: ([glance(value) for value in one.values()], [glance(value) for value in one.weights()])
             for name, one in self._list_all()
         }
+        self._stacks = dict(self._list_stacks())
 
     def find_changed(self, *, in_body: bool) -> str | None:
         """What has changed since the last look and is no copy of the model's weights; None: nothing has. `in_body`:
@@ -67,7 +70,20 @@ class Copies:
             values = list(one.weights() if in_body else one.values())
             if not are_equal(before, values) and not are_equal(whole, values) and not _is_flat_copy(now, values):
                 return one.what
-        return None
+        grown = (name for name, count in self._list_stacks() if count > max(1, self._stacks.get(name, count)))
+        return next((f"{name}, a collection that grows by copies of the weights" for name in grown), None)
+
+    def _list_stacks(self) -> Iterator[tuple[str, int]]:
+        """Collections whose last item is a copy of the weights (a state, a list, a vector, a module), or that are
+        empty, and how many items they have."""
+        shapes = _shapes(self._model)
+        total = sum(value.numel() for value in self._model.parameters() if value.requires_grad)
+        for place in self._names.list_places():
+            room = place.value
+            if type(room) in _STACKS:
+                last = next(reversed(room.values() if isinstance(room, dict) else room), None)
+                if last is None or _is_copy(last, shapes, total):
+                    yield place.name, len(room)
 
     def _list_all(self) -> Iterator[tuple[str, Copy]]:
         yield from self._known.items()
@@ -187,6 +203,15 @@ def can_look(value: torch.Tensor) -> bool:
 def _own_tensors(module: torch.nn.Module, ours: set[int], *, buffers: bool = True) -> list[torch.Tensor]:
     values = (*module.parameters(), *(module.buffers() if buffers else ()))
     return [value for value in values if id(value) not in ours and can_look(value)]
+
+
+def _is_copy(item: Any, shapes: Counter[tuple[int, ...]], total: int) -> bool:
+    if isinstance(item, torch.nn.Module):
+        return shapes <= Counter(tuple(value.shape) for value in item.parameters())
+    if isinstance(item, torch.Tensor | np.ndarray):
+        return len(shapes) > 1 and len(item.shape) == 1 and len(item) == total
+    room = type(item) in (*_ROOMS, tuple) and len(item) > 0
+    return room and shapes <= Counter(tuple(value.shape) for value in _values(item))
 
 
 def _values(room: Any) -> list[torch.Tensor]:

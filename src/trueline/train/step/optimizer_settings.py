@@ -56,6 +56,12 @@ class OptimizerSettings:
         finally:
             self._set(values)
 
+    def run_hooks(self) -> None:
+        """Calls the hooks of the optimizer as after a step."""
+        for part in (self._optimizer, *getattr(self._optimizer, "parts", ())):
+            for hook in list(part._optimizer_step_post_hooks.values()):
+                hook(part, (), {})
+
     def mark(self) -> None:
         """A step begins: `rewind` returns to these settings."""
         self._marked = self.values()
