@@ -38,3 +38,8 @@ def test_a_collection_of_garbage_stands_on_nobodys_way(often: Callable[[], list[
 )
 def test_a_library_that_has_a_part_called_torch_is_of_the_users_choice(inside: str, users: bool) -> None:
     assert code_paths.is_users(f"/somewhere/lib/python3/site-packages/{inside}") is users
+
+
+def test_the_source_that_a_compiled_library_names_is_nobodys_own() -> None:
+    """As in the traceback of `numpy.random.permutation(x)`."""
+    assert not code_paths.is_users("numpy/random/mtrand.pyx")

@@ -16,6 +16,7 @@ from trueline.capture.model.eager import EagerSession
 from trueline.capture.onnx import emit
 from trueline.capture.proof.probes import make_probes
 from trueline.capture.proof.prove import Proof, prove
+from trueline.errors import CaptureError
 from trueline.runtime.open import open_session
 from worlds.cases import few
 
@@ -235,3 +236,16 @@ def test_a_division_to_whole_numbers_is_the_same_to_the_last_one(tmp_path: Path)
         inputs = {"a": a, "b": np.resize([1, -2, 3, 7, -8], a.shape)}
         for expected, found in zip(eager.run(inputs).values(), session.run(inputs).values(), strict=True):
             np.testing.assert_array_equal(expected, found)
+
+
+class Inverts(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.linalg.inv(x @ x.mT + torch.eye(3))
+
+
+def test_an_operator_that_onnx_has_not_is_named_with_its_line() -> None:
+    eager = EagerSession(Inverts().eval(), torch.randn(2, 3, 3))
+    program = torch_export.export(eager.module, eager.calling).program
+    with pytest.raises(CaptureError, match=r"ONNX has no operator for aten\.linalg_inv_ex") as refused:
+        emit.translate(program, ["x"], ["y"])
+    assert "torch.linalg.inv(x @ x.mT" in refused.value.hint

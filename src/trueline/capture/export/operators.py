@@ -2,7 +2,7 @@
 write."""
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -104,12 +104,18 @@ def line_of(program: torch.export.ExportedProgram, said: str) -> SourceLine | No
     nodes = list(program.graph.nodes)
     names, operators = set(_NODE.findall(said)[:1]), set(_OPERATOR.findall(said)[:1])
     found = [node for node in nodes if node.name in names] or [node for node in nodes if str(node.target) in operators]
-    for node in found:
+    for node in found or [node for node in nodes if _is_made_of(node, operators)]:
         frames = [(file, int(line)) for file, line in _FRAME.findall(node.meta.get("stack_trace") or "")]
         places = [SourceLine(file=file, line=line) for file, line in frames if code_paths.is_users(file)]
         if places:
             return places[-1]
     return None
+
+
+def _is_made_of(node: torch.fx.Node, operators: Collection[str]) -> bool:
+    """Whether an operator of that name is what torch makes of the node: `aten.linalg_inv_ex` of `aten.linalg_inv`."""
+    name = str(node.target).removesuffix(".default")
+    return isinstance(node.target, torch._ops.OpOverload) and any(one.startswith(f"{name}_") for one in operators)
 
 
 _QUIET = frozenset({"training", "use_input_stats"})

@@ -189,6 +189,8 @@ _LIBRARIES = frozenset({"torch", "numpy", "onnxscript", "onnx_ir", "onnxruntime"
 @functools.cache
 def is_users(file: str) -> bool:
     """Whether `file` is code that the user wrote or chose, not torch, the standard library or Trueline."""
+    if file.endswith(".pyx"):  # that of a compiled library, as its errors name it
+        return False
     _, in_site, inside = file.rpartition("/site-packages/")
     if in_site:
         return inside.partition("/")[0] not in _LIBRARIES  # a package may have a part called torch

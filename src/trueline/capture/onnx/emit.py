@@ -176,7 +176,8 @@ def translate(
     except Exception as error:
         place = operators.line_of(program, _reason(error))
         raise CaptureError(
-            f"torch.onnx cannot translate the model: {_reason(error)}", hint=f"{place}" if place else ""
+            f"torch.onnx cannot translate the model: {_missing(error) or _reason(error)}",
+            hint=f"{place}" if place else "",
         ) from error
     if found is None:
         raise CaptureError("torch.onnx returned no program")
@@ -251,6 +252,16 @@ def save(
 def _reason(error: Exception) -> str:
     lines = [line.strip() for line in str(error.__cause__ or error).splitlines() if line.strip()]
     return lines[0] if lines else type(error).__name__
+
+
+def _missing(error: BaseException | None) -> str:
+    """The operator that has no translation, in words; empty where that is not why."""
+    while error is not None:
+        found = re.search(r"No ONNX function found for <OpOverload\(op='([\w.]+)'", str(error))
+        if found is not None:
+            return f"ONNX has no operator for {found[1]}"
+        error = error.__cause__
+    return ""
 
 
 def clean(model: onnx_ir.Model, symbols: Mapping[str, str]) -> None:
