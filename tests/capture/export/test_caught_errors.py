@@ -17,6 +17,7 @@ from trueline.capture.api import capture
 from trueline.capture.export.caught_errors import follow
 from trueline.errors import CaptureError, NotProven
 from trueline.runtime.open import open_program
+from worlds.cases import few
 from worlds.recipes import untrained
 
 RARE = 0.92
@@ -79,7 +80,9 @@ class AsksTheSizeOfADtype(nn.Module):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", [ReadsAnArray, ReadsMemory, Suppresses, ReadsUnlessExporting, AsksTheSizeOfADtype])
+@pytest.mark.parametrize(
+    "kind", few([ReadsAnArray, ReadsUnlessExporting, ReadsMemory, Suppresses, AsksTheSizeOfADtype], 2, pytest.mark.jobs)
+)
 def test_a_model_that_catches_what_a_trace_raises_is_refused_at_its_line(kind: type[nn.Module], tmp_path: Path) -> None:
     blanks = {"examples": lambda: EXAMPLE, "dynamic_shapes": lambda: {"x": {1: "length"}}}
     with pytest.raises(NotProven, match=rf"{Path(__file__).name}:\d+: "):

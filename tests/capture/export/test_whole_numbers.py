@@ -13,6 +13,7 @@ from trueline.bundle import Bundle, open_bundle
 from trueline.capture.api import capture
 from trueline.runtime.open import open_program
 from worlds import recipes
+from worlds.cases import few
 
 pytestmark = pytest.mark.slow
 LENGTHS = {"examples": lambda: torch.randn(3, 5), "dynamic_shapes": lambda: {"x": {1: "length"}}}
@@ -45,6 +46,7 @@ class HashesBothSizes(nn.Module):
         return x.mean(1) + (x.shape[0] * x.shape[1]) ** 3 % 97
 
 
+@pytest.mark.jobs
 def test_two_sizes_end_where_a_number_of_both_passes_2_to_the_63(tmp_path: Path) -> None:
     dims = captured(HashesBothSizes, tmp_path / "b", **LENGTHS).signature.dims
     most = dims["batch"].max, dims["length"].max
@@ -59,6 +61,7 @@ class CountsItsNumbers(nn.Module):
         return x / (x.numel() * 4)
 
 
+@pytest.mark.jobs
 def test_a_count_of_numbers_ends_no_claim(tmp_path: Path) -> None:
     dims = captured(CountsItsNumbers, tmp_path / "b", **LENGTHS).signature.dims
     assert (dims["batch"].max, dims["length"].max) == (None, None)
@@ -75,7 +78,7 @@ class SquaresASum(nn.Module):
         return ids + total * total % 97
 
 
-@pytest.mark.parametrize("model", [HashesAnId, SquaresASum])
+@pytest.mark.parametrize("model", few([HashesAnId, SquaresASum], 1, pytest.mark.jobs))
 def test_a_hash_of_values_is_answered_by_torch_alone(model: type[nn.Module], tmp_path: Path) -> None:
     bundle = captured(model, tmp_path / "b", **IDS)
     assert [one.format for one in bundle.manifest.programs] == ["torch_export"]

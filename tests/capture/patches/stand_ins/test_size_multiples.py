@@ -89,6 +89,7 @@ class WritesWhatItCutOff(nn.Module):
         return kept * filled.sum(1, keepdim=True)
 
 
+@pytest.mark.jobs
 @pytest.mark.slow
 def test_a_copy_that_is_none_at_some_sizes_is_answered_as_the_model_answers_it(tmp_path: Path) -> None:
     recipe = untrained(
