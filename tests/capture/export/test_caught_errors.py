@@ -172,6 +172,14 @@ class Table:
             return 0
 
 
+class LeavesByFinally(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        try:
+            x = x * 2
+        finally:
+            return x  # noqa: B012 - as a user writes it
+
+
 class Asks(nn.Module):
     """An object of the user's catches, not the model itself."""
 
@@ -183,7 +191,9 @@ class Asks(nn.Module):
         return x * self.table.find(7)
 
 
-@pytest.mark.parametrize(("model", "watched"), [(WithoutGradients(), False), (Asks(), True), (Suppresses(), True)])
+@pytest.mark.parametrize(
+    ("model", "watched"), [(WithoutGradients(), False), (Asks(), True), (Suppresses(), True), (LeavesByFinally(), True)]
+)
 def test_only_a_model_that_may_catch_something_is_watched(model: nn.Module, watched: bool) -> None:
     before, seen = sys.gettrace(), list[object]()
     follow(model, (torch.ones(2, 2),), lambda: seen.append(sys.gettrace()))

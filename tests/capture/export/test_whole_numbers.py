@@ -100,3 +100,17 @@ class CountsAMask(nn.Module):
 def test_a_count_of_a_mask_is_answered_by_every_format(tmp_path: Path) -> None:
     bundle = captured(CountsAMask, tmp_path / "b", examples=lambda: torch.randn(3, 4))
     assert [one.format for one in bundle.manifest.programs] == ["onnx", "torch_export"]
+
+
+class RaisesToItself(nn.Module):
+    """A power that has millions of digits at usual lengths."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        n = x.shape[1]
+        return x.mean(1) + n**n % 97
+
+
+@pytest.mark.jobs
+def test_a_power_without_an_end_is_never_computed(tmp_path: Path) -> None:
+    """15 ** 15 is the last that is below 2**63."""
+    assert captured(RaisesToItself, tmp_path / "b", **LENGTHS).signature.dims["length"].max <= 15

@@ -11,7 +11,7 @@ import dis
 import functools
 import inspect
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import CellType, CodeType, FrameType, FunctionType, ModuleType
@@ -123,6 +123,11 @@ def _has(cell: CellType) -> bool:
         return False
 
 
+def _leaves(block: Sequence[ast.stmt]) -> bool:
+    """Whether a `finally` ends by more than its last line: an error is dropped then."""
+    return any(isinstance(node, ast.Return | ast.Break | ast.Continue) for one in block for node in ast.walk(one))
+
+
 @functools.lru_cache(maxsize=20_000)
 def _may_catch(code: CodeType) -> bool:
     """Whether it has an `except`, or a `with` of something else than torch's own."""
@@ -132,7 +137,7 @@ def _may_catch(code: CodeType) -> bool:
     for node in nodes_of(code.co_filename):
         if getattr(node, "lineno", None) not in lines:
             continue
-        if isinstance(node, ast.Try | ast.TryStar) and node.handlers:
+        if isinstance(node, ast.Try | ast.TryStar) and (node.handlers or _leaves(node.finalbody)):
             return True
         items = node.items if isinstance(node, ast.With) else []
         if not all(ast.unparse(item.context_expr).startswith("torch.") for item in items):

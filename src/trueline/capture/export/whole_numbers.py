@@ -20,12 +20,12 @@ from trueline.capture.export.traced_lines import find_own_line, graphs_of
 from trueline.errors import CaptureError
 
 WIDEST = 2**63
-LARGEST_SIZE = 2**26
-"""Sizes beyond this one are not looked at: a column of them is 256 MB of floats."""
+SIZE_BITS, VALUE_BITS = 26, 53
+LARGEST_SIZE = 2**SIZE_BITS
+"""Sizes beyond this one are not looked at: a column of them is 256 MB of floats. A whole number of which nothing is
+known is taken to have at most 53 bits, as exact floats have."""
 TOGETHER_BITS = 36
 """The same of a product of sizes, in bits."""
-LARGEST_VALUE = 2**53
-"""A whole number of which nothing is known is taken to be at most this large, as exact floats are."""
 _STEPS = 32
 """Operators that are looked at for what bounds a number."""
 Sizes = Mapping[str, int]
@@ -45,23 +45,29 @@ def end_claims(exported: Exported) -> Exported:
 
 def refuse_large(exported: Exported) -> None:
     """Raises CaptureError, with the line, where a number that follows from values may pass 2**63."""
-    sizes = dict.fromkeys(exported.signature.symbols, LARGEST_SIZE)
     sources, names = _find_sources(exported), exported.program.graph_signature.user_inputs
     given = {str(name): spec for name, spec in zip(names, exported.signature.inputs, strict=False)}
     for expr, node in _find_computed(exported).items():
         unbacked = free_unbacked_symbols(expr)
-        if not unbacked:
-            continue
         most = {symbol: _find_most(sources.get(str(symbol)), given, _STEPS) for symbol in unbacked}
+        if most and _may_pass(expr, exported, most):
+            place = next(iter(find_own_line(node)), None)
+            raise CaptureError(
+                "a whole number that follows from values may pass 2**63, where Python continues to count and this "
+                "format starts again from -2**63",
+                hint=f"{place}" if place else "take the remainder first, or serve torch_export",
+            )
+
+
+def _may_pass(expr: Expression, exported: Exported, most: Mapping[Any, int]) -> bool:
+    """Whether a number reaches 2**63 for values up to `most`, tried from small ones on: a power may have no end."""
+    for bits in range(1, VALUE_BITS + 1):
+        sizes = dict.fromkeys(exported.signature.symbols, 2 ** min(bits, SIZE_BITS))
         for sign in (1, -1):
-            known = {symbol: sign * min(bound, LARGEST_VALUE) for symbol, bound in most.items()}
-            if _evaluate(expr, exported, sizes, known) >= WIDEST:
-                place = next(iter(find_own_line(node)), None)
-                raise CaptureError(
-                    "a whole number that follows from values may pass 2**63, where Python continues to count and this "
-                    "format starts again from -2**63",
-                    hint=f"{place}" if place else "take the remainder first, or serve torch_export",
-                )
+            values = {symbol: sign * min(bound, 2**bits) for symbol, bound in most.items()}
+            if _evaluate(expr, exported, sizes, values) >= WIDEST:
+                return True
+    return False
 
 
 def _find_computed(exported: Exported) -> dict[Expression, torch.fx.Node]:
@@ -85,6 +91,8 @@ def _evaluate(expr: Expression, exported: Exported, sizes: Sizes, values: Mappin
     try:
         found = expr.subs(known)
         return abs(int(found)) if found.is_number and found.is_finite else 0
+    except (OverflowError, AttributeError):  # what sympy makes of a number that its own floats cannot hold
+        return WIDEST
     except (ArithmeticError, TypeError, ValueError):  # a division by a difference that is 0 at these sizes
         return 0
 
@@ -116,10 +124,14 @@ def _end(claim: Signature, exported: Exported, numbers: Collection[Expression]) 
 
 
 def _largest(fits: Callable[[int], bool], most: int) -> int | None:
-    """The largest size up to `most` that fits; None where all do."""
-    if fits(most):
+    """The largest size up to `most` that fits; None where all do. Larger ones are not tried: a power may have no
+    end."""
+    good = 1
+    while good < most and fits(min(2 * good, most)):
+        good = min(2 * good, most)
+    if good == most:
         return None
-    good, bad = 1, most
+    bad = min(2 * good, most)
     while bad - good > 1:
         middle = (good + bad) // 2
         good, bad = (middle, bad) if fits(middle) else (good, middle)
@@ -169,7 +181,8 @@ def _find_most(node: torch.fx.Node | None, given: Mapping[str, TensorSpec], step
     kind = value.dtype if isinstance(value, torch.Tensor) else None
     if kind is torch.bool:
         return 1
-    own = WIDEST if kind is None or kind.is_floating_point or kind.is_complex else torch.iinfo(kind).max + 1
+    whole = kind is not None and not kind.is_floating_point and not kind.is_complex
+    own: int = int(torch.iinfo(kind).max) + 1 if kind is not None and whole else WIDEST
     if node.op == "placeholder":
         values = given[node.name].values if node.name in given else None
         ends = () if values is None or values.size else (values.low, values.high)
@@ -178,8 +191,5 @@ def _find_most(node: torch.fx.Node | None, given: Mapping[str, TensorSpec], step
     name = getattr(node.target, "overloadpacket", node.target)
     how = _OPERATORS.get(getattr(name, "__name__", ""), "")
     inner = max((_find_most(one, given, steps - 1) for one in node.all_input_nodes), default=WIDEST)
-    if how == "counts":
-        return min(own, LARGEST_SIZE)
-    if how == "sums":
-        return min(own, inner * LARGEST_SIZE)
-    return min(own, inner) if how == "keeps" else own
+    found = {"counts": LARGEST_SIZE, "sums": inner * LARGEST_SIZE, "keeps": inner}.get(how, WIDEST)
+    return own if own < found else found

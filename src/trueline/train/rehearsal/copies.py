@@ -82,7 +82,7 @@ class Copies:
             room = place.value
             if type(room) in _STACKS:
                 last = next(reversed(room.values() if isinstance(room, dict) else room), None)
-                if last is None or _is_copy(last, shapes, total):
+                if not room or _is_copy(last, shapes, total):
                     yield place.name, len(room)
 
     def _list_all(self) -> Iterator[tuple[str, Copy]]:
