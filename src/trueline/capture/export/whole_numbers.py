@@ -142,9 +142,9 @@ def _cut(claim: Signature, symbol: str, most: int | None) -> Signature:
     dim = claim.dims[symbol]
     if most is None or (dim.max is not None and dim.max <= most):
         return claim
-    least = max(most - most % dim.multiple_of, dim.min)
+    largest = max(most - most % dim.multiple_of, dim.min)
     return msgspec.structs.replace(
-        claim, dims={**claim.dims, symbol: msgspec.structs.replace(dim, max=least, probed=False)}
+        claim, dims={**claim.dims, symbol: msgspec.structs.replace(dim, max=largest, probed=False)}
     )
 
 
