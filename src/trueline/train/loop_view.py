@@ -26,6 +26,7 @@ from trueline.train.step.model_traits import ModelTraits
 from trueline.train.step.optimizer_settings import OptimizerSettings
 from trueline.train.step.options import Options
 from trueline.train.step.parts.scalers import refuse_scalers
+from trueline.train.step.parts.seeded_generators import NotedSeeds
 from trueline.train.step.plan import JobPlan
 from trueline.train.step.replica import Replica
 from trueline.train.step.trial import LossTrial, TrialInputs
@@ -61,6 +62,7 @@ class LoopView:
         if (validation := self._evaluations.validation) is not None and not is_replacement():
             fork.expect_sums(validation, self._replica.model)
         trial.inputs = replace(trial.inputs, total_steps=self._plan.total_steps)
+        trial.noted = NotedSeeds(list_generators(self._replica.model, places.list_caller_spaces).values())
         batches = fork.try_loop(trial, self._traits, self._replica.optimizer_step)
         for batch in batches:
             self._batch, self._tried_step = batch, batch.step

@@ -39,6 +39,7 @@ from trueline.train.step.options import Options
 from trueline.train.step.parts import own_seeds, silent
 from trueline.train.step.parts.buffer_changes import BufferChanges, find_followers
 from trueline.train.step.parts.late_steps import LateTrial, find_decisive
+from trueline.train.step.parts.seeded_generators import NotedSeeds, note_seeds
 from trueline.train.step.parts.still import Bends, Bound, WatchedOperators, unsettle, without_draws
 from trueline.train.step.plan import Ints
 from trueline.train.step.reduction import LossSample
@@ -112,7 +113,8 @@ class LossTrial:
         values = self._trained = [value for value in trial.model.parameters() if value.requires_grad]
         self._frozen = [value for value in trial.model.parameters() if not value.requires_grad]
         self._parameters = [value for value in values if value.numel() <= ELEMENTS][-PARAMETERS:] or values[-1:]
-        self._draws = self._tosses = self._half = self._single = self._uneven = self._bent = False
+        self._draws = self._seeds = self._tosses = self._half = self._single = self._uneven = self._bent = False
+        self.noted = NotedSeeds()
         self._used: set[frozenset[int]] = set()  # of each batch, the parameters that led to its loss
         self._marked = min(self._parameters, key=torch.Tensor.numel, default=None)
         """Has a large gradient while the loop's code runs, which shows what that does with gradients."""
@@ -134,12 +136,13 @@ class LossTrial:
         with preserve_generators(), eager:
             for attempt in range(self.earlier, self.earlier + ATTEMPTS):
                 ids = self._choose(attempt)
-                yield from self._twice(ids[:FEW])
+                with note_seeds(self.noted):
+                    yield from self._twice(ids[:FEW])
                 if not self.is_finite():
                     continue
                 if self._tosses and trial.chosen is None:
                     yield from self._toss(ids[:FEW])
-                if self._draws and trial.chosen is None:
+                if (self._draws or self._seeds) and trial.chosen is None:
                     yield from own_seeds.expect_other_noise(self, ids)
                 if self.expect_same is not None:
                     yield from self.expect_same(trial.reader)
@@ -273,6 +276,7 @@ class LossTrial:
                 seed_all(trial.seed, 0, seed)
                 before, singly, self.taken = generator_state(), single_states(), False
                 watched.begin()
+                self.noted.begin()
                 self._watched = watched
                 began = time.thread_time()  # the same on a busy host
                 yield StepBatch(inputs=batch.inputs, labels=batch.labels, records=ids, weight=1.0, trial=True,
@@ -287,6 +291,7 @@ class LossTrial:
             self._changes.append({name: change for name, change in changes.items() if change.any()})
             self._buffers.update(self._changes[-1])
             here = single_states() != singly
+            self._seeds = self._seeds or self.noted.were_used()
             self._tosses = self._tosses or watched.tosses or here
             self._draws = self._draws or watched.draws or here or generator_state() != before
             self._half, self._single = self._half or watched.half, self._single or watched.single
@@ -339,7 +344,8 @@ class LossTrial:
         trial, draws = self.inputs, self._draws
         whole, parts = next(iter(self.tried), None), self.tried[1:]
         named = trial.options.reduction
-        how, confirmed = reduction.decide(whole, [parts[:2], parts[2:]], named, self.tolerance, draws=draws)
+        cuts = [parts[:2], parts[2:]]
+        how, confirmed = reduction.decide(whole, cuts, named, self.tolerance, draws=draws or self._seeds)
         shares, off = [part.records / self.tried[0].records for part in parts], reduction.measure_off(self.tried, how)
         numbers = find_decisive(self.numbers) if named == "auto" else ()
         late = LateTrial(self, how, ids[:FEW] if self.took_s >= QUICK_S else ids)
