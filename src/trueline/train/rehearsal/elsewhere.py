@@ -22,9 +22,11 @@ from typing import Any
 from trueline.train.rehearsal import entropy, places, private_files
 from trueline.train.rehearsal.entropy import Replacement
 from trueline.train.rehearsal.pretence import ENTROPY, HOST, KINDS, PROCESS, TIME, Pretence
+from trueline.train.rehearsal.steps.ranks import list_ranks
 
 _NAMES = ("TRUELINE_REF", "RANK", "LOCAL_RANK", "GROUP_RANK", "NODE_RANK", "SLURM_PROCID", "SLURM_NODEID",
-          "SLURM_LOCALID", "OMPI_COMM_WORLD_RANK", "HOSTNAME")  # fmt: skip
+          "SLURM_LOCALID", "OMPI_COMM_WORLD_RANK", "WORLD_SIZE", "SLURM_NTASKS", "SLURM_NNODES",
+          "OMPI_COMM_WORLD_SIZE", "HOSTNAME")  # fmt: skip
 
 
 @contextmanager
@@ -145,6 +147,7 @@ def _list_hosts(pretence: Pretence) -> list[Replacement]:
         (platform, "node", name),
         (os, "uname", describe),
         (uuid, "getnode", number_host),
+        *list_ranks(pretence),
     ]
 
 

@@ -25,6 +25,7 @@ from trueline.train import dynamo
 from trueline.train.rehearsal import copies, elsewhere, kept, pretence
 from trueline.train.step import model_traits
 from trueline.train.step.contribution import StepBatch
+from trueline.train.step.parts import no_tensor
 from trueline.train.step.plan import Ints, choose_late
 from trueline.train.step.trial import LossTrial, TrialInputs
 
@@ -35,6 +36,10 @@ LEAST_OTHERS = 3
 """Other values of what the loop reads, however long they take."""
 OTHERS = {pretence.TIME: (64, 1.0), pretence.ENTROPY: (320, 2.5), pretence.PROCESS: (64, 1.0), pretence.HOST: (5, 0.25)}
 """By kind the most other values, and for how many seconds of the processor they are tried."""
+_HINTS = {
+    pretence.HOST: "leave it out: job.step(loss) sums over the workers; a loss needs no rank and no number of them. "
+    "What one worker alone prints is under `if job.leads:`"
+}
 MANY, TOGETHER, MANY_S = 512, 64, 0.2
 """Records, as few of them may meet a branch, with two values of each kind: in all, in a batch, and for how long."""
 Batches = Generator[StepBatch, None, None]
@@ -64,6 +69,8 @@ class FreshTrial:
         try:
             with seeding.preserve_generators(), eager, elsewhere.pretend(self._spaces()) as other:
                 yield from self._show(1)
+                if other.refusal is not None:
+                    raise other.refusal
                 self._read = [kind for kind in pretence.KINDS if kind in other.read]
         finally:
             self._tried.after = before
@@ -156,9 +163,9 @@ class FreshTrial:
             raise UsageError(
                 f"the loss follows from {kind}: with another one {kept.compare(usual, self._taken[-1])}, with "
                 "equal seeds and parameters, so each worker would train for another loss",
-                hint="draw from the global generators of torch, numpy or random, which each batch seeds, and count "
-                "with batch.step",
-            )
+                hint=_HINTS.get(kind, "draw from the global generators of torch, numpy or random, which each batch "
+                "seeds, and count with batch.step"),
+            )  # fmt: skip
 
     def _expect_no_use_of_gradients(self) -> Batches:
         """A loop finds none: `job.step` takes those of a step away."""
@@ -201,4 +208,4 @@ class FreshTrial:
             yield StepBatch(inputs=batch.inputs, labels=batch.labels, records=ids, step=step, weight=weight, last=last,
                             trial=True)  # fmt: skip
         if len(self._taken) == count:
-            raise UsageError("the loop did not call job.step(loss)", hint="call it once for every batch")
+            raise no_tensor.refuse_no_step()

@@ -16,7 +16,9 @@ import itertools
 import sys
 from types import FrameType
 
-TIME, HOST = "the time", "the name of its host or worker (a rank, TRUELINE_REF)"
+from trueline.errors import UsageError
+
+TIME, HOST = "the time", "the name of its host or worker (a rank, a number of workers, TRUELINE_REF)"
 ENTROPY = "os.urandom (or secrets, uuid, a generator without a seed)"
 PROCESS = "the number of its process or thread"
 KINDS = (ENTROPY, TIME, PROCESS, HOST)
@@ -29,7 +31,7 @@ _BYTES = (0, 255, *sorted(range(1, 255), key=lambda byte: f"{byte:08b}"[::-1]))
 DIGESTS = len(_BYTES)
 """The first number whose bytes differ within a draw."""
 _PASSING_ON = frozenset(("", "os", "_collections_abc", "random", "secrets", "uuid", "platform", "datetime", "pathlib"))
-_OURS = frozenset(f"trueline.train.rehearsal.{name}" for name in ("pretence", "elsewhere", "entropy"))
+_OURS = frozenset(f"trueline.train.rehearsal.{name}" for name in ("pretence", "elsewhere", "entropy", "steps.ranks"))
 _NOT_USERS = frozenset(("trueline", "torch", "logging", "threading", "multiprocessing", "concurrent", "tempfile"))
 
 
@@ -38,6 +40,8 @@ class Pretence:
 
     def __init__(self) -> None:
         self.read = set[str]()
+        self.refusal: UsageError | None = None
+        """Of what the user's code calls, and may not."""
         self.choose(0)
 
     def choose(self, number: int) -> None:

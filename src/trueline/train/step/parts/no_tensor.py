@@ -1,4 +1,4 @@
-"""The error for a loss that is no tensor: a dict or a tuple of losses, a number, nothing."""
+"""The errors for a loss that is no tensor: a dict or a tuple of losses, a number, nothing; and for no step."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from trueline.errors import RecipeError
+from trueline.errors import RecipeError, UsageError
 
 
 def refuse(loss: Any) -> RecipeError:
@@ -29,3 +29,13 @@ def _choose_hint(loss: Any) -> str:
     if isinstance(loss, tuple | list):
         return "give the one tensor that is minimized, e.g. found[0], or the sum of several; log the others"
     return "return the loss at the end of the function" if loss is None else "return the tensor, without .item()"
+
+
+def refuse_no_step() -> UsageError:
+    """The error of a loop that takes the next batch without a step."""
+    return UsageError(
+        "the loop did not call job.step(loss)",
+        hint="call it once for every batch. One that does not count has a weight of 0, if each has its weight: "
+        "job.step(loss, weight=...); gradients of several batches are accumulated by a larger global_batch with "
+        "Options(micro_batch=N)",
+    )
