@@ -125,6 +125,7 @@ MAX_LINES += 110  # noise that is seeded by the step alone
 MAX_LINES += 75  # averages in hooks of an optimizer, collections of copies of the weights
 MAX_LINES += 210  # noise of numpy and random that is seeded by the step alone
 MAX_LINES += 95  # ranks and collectives of torch.distributed in loops
+MAX_LINES += 110  # means by counts that are drawn
 MAX_FOLDER_FILES = 20
 MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 50

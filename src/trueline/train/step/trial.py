@@ -36,11 +36,11 @@ from trueline.train.step import features, model_traits, reduction
 from trueline.train.step.contribution import StepBatch
 from trueline.train.step.model_traits import ModelTraits
 from trueline.train.step.options import Options
-from trueline.train.step.parts import own_seeds, silent
+from trueline.train.step.parts import drawn_counts, no_tensor, own_seeds, silent
 from trueline.train.step.parts.buffer_changes import BufferChanges, find_followers
 from trueline.train.step.parts.late_steps import LateTrial, find_decisive
 from trueline.train.step.parts.seeded_generators import NotedSeeds, note_seeds
-from trueline.train.step.parts.still import Bends, Bound, WatchedOperators, unsettle, without_draws
+from trueline.train.step.parts.still import CONSTANT, Bends, Bound, WatchedOperators, unsettle, without_draws
 from trueline.train.step.plan import Ints
 from trueline.train.step.reduction import LossSample
 
@@ -114,7 +114,7 @@ class LossTrial:
         self._frozen = [value for value in trial.model.parameters() if not value.requires_grad]
         self._parameters = [value for value in values if value.numel() <= ELEMENTS][-PARAMETERS:] or values[-1:]
         self._draws = self._seeds = self._tosses = self._half = self._single = self._uneven = self._bent = False
-        self.noted = NotedSeeds()
+        self.noted, self.constant = NotedSeeds(), CONSTANT
         self._used: set[frozenset[int]] = set()  # of each batch, the parameters that led to its loss
         self._marked = min(self._parameters, key=torch.Tensor.numel, default=None)
         """Has a large gradient while the loop's code runs, which shows what that does with gradients."""
@@ -144,14 +144,14 @@ class LossTrial:
                     yield from self._toss(ids[:FEW])
                 if (self._draws or self._seeds) and trial.chosen is None:
                     yield from own_seeds.expect_other_noise(self, ids)
+                    yield from drawn_counts.expect_no_count(self, ids[:FEW])
                 if self.expect_same is not None:
                     yield from self.expect_same(trial.reader)
                 if self.alike is not None:
                     yield from self.alike.batches(ids[:FEW])
                 few = trial.chosen is None and self.took_s >= QUICK_S
                 self._changes.clear()
-                self.divisors.clear()
-                yield from self.each_part(ids[:FEW] if few else ids)
+                yield from drawn_counts.each_part(self, ids[:FEW] if few else ids, draws=self._draws)
                 ids = yield from silent.try_more(self, ids)
                 if self.is_finite():
                     yield from self._settle(ids)
@@ -283,7 +283,7 @@ class LossTrial:
                                 step=trial.step if step is None else step)  # fmt: skip
                 self.took_s = time.thread_time() - began
                 if not self.taken:
-                    raise UsageError("the loop did not call job.step(loss)", hint="call it once for every batch")
+                    raise no_tensor.refuse_no_step()
                 changes = {slot.name: slot.change(old) for slot, old in slots if slot.value.shape == old.shape}
             self.bounds.append(watched.bounds)
             self.numbers.append(watched.numbers)
@@ -377,6 +377,7 @@ class LossTrial:
         parts = (ids, ids[:cut], ids[cut:], other[:cut], other[cut:])[: 1 + 2 * cuts]
         if len(ids) > 1:
             with without_draws(self.inputs.model, **still) as watched:
+                watched.constant = self.constant
                 for part in parts:
                     yield from self._one(part, watched, step)
 

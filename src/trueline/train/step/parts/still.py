@@ -67,6 +67,7 @@ class WatchedOperators(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.numbers: list[float] = []
         self.glances: list[float] = []
         """What code looks at, whole numbers, lists, arrays and sizes too: each as one number."""
+        self.constant = CONSTANT
         self.looks = False
         """Whether the code that runs is that of the loss."""
         self._still, self._bend, self._factors = still, bends.get("bend", ()), bends.get("factors", {})
@@ -98,9 +99,17 @@ class WatchedOperators(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if isinstance(first, torch.Tensor):
             self.half, self.single = self.half or first.dtype in _HALF, self.single or first.dtype == torch.float32
         if not drawing:
-            return _reverse_ties(result, args, kwargs) if self._still and func.overloadpacket in _SORTS else result
+            return (
+                _reverse_ties(result, args, kwargs, self.constant)
+                if self._still and func.overloadpacket in _SORTS
+                else result
+            )
         self.draws = True
-        return _fill(func.overloadpacket.__name__, args, result) if self._still and "dropout_p" not in names else result
+        return (
+            _fill(func.overloadpacket.__name__, args, result, self.constant)
+            if self._still and "dropout_p" not in names
+            else result
+        )
 
     def _look_at(self, args: Any) -> Any:
         """Notes a number that is about to be compared or given to Python; the arguments with what replaces it."""
@@ -158,10 +167,10 @@ def _watch_methods(watched: WatchedOperators) -> Iterator[None]:
 _SORTS = (torch.ops.aten.sort, torch.ops.aten.argsort)
 
 
-def _reverse_ties(result: Any, args: Any, kwargs: Any) -> Any:
+def _reverse_ties(result: Any, args: Any, kwargs: Any, constant: float) -> Any:
     """Sorting what was drawn makes a permutation; of equal values its order is any, and here the reverse."""
     values = args[0]
-    if values.dim() and values.numel() and bool((values == CONSTANT).all()):
+    if values.dim() and values.numel() and bool((values == constant).all()):
         dim = kwargs.get("dim", args[1] if len(args) > 1 else -1)
         indices = result if isinstance(result, torch.Tensor) else result[1]
         order = torch.arange(values.shape[dim] - 1, -1, -1, dtype=indices.dtype, device=indices.device)
@@ -169,7 +178,7 @@ def _reverse_ties(result: Any, args: Any, kwargs: Any) -> Any:
     return result
 
 
-def _fill(name: str, args: Any, result: Any) -> Any:
+def _fill(name: str, args: Any, result: Any, constant: float) -> Any:
     if name == "native_dropout":
         return args[0].clone(), torch.ones_like(args[0], dtype=torch.bool)
     if name.startswith("rrelu"):
@@ -179,7 +188,7 @@ def _fill(name: str, args: Any, result: Any) -> Any:
         return result.copy_(torch.arange(len(result) - 1, -1, -1, dtype=result.dtype, device=result.device))
     if not isinstance(result, torch.Tensor):
         return result
-    return result.fill_(CONSTANT if result.is_floating_point() else result.dtype == torch.bool)
+    return result.fill_(constant if result.is_floating_point() else result.dtype == torch.bool)
 
 
 def _scale_alone(layer: _BatchNorm) -> Callable[[torch.Tensor], torch.Tensor]:
