@@ -276,10 +276,27 @@ class Changed(nn.Module):
         return F.pad(torch.stack(outs, 1), (0, 0, 1, 0))
 
 
+class Totals(nn.Module):
+    """A total that begins with a number, of what each step alone computes, as of a tour's logarithms."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell = nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        h, total = torch.zeros(x.size(0), 3), 0.0
+        for t in range(x.size(1)):
+            h = torch.tanh(self.cell(torch.cat([x[:, t], h], -1)))
+            best, _ = F.log_softmax(h, -1).max(1)
+            total = total + best
+        return h, total  # type: ignore[return-value]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "scans"),
     [
+        pytest.param(Totals, 1),
         pytest.param(Scaled, 2, marks=pytest.mark.long),
         pytest.param(Ahead, 1, marks=pytest.mark.long),
         pytest.param(Changed, 1, marks=pytest.mark.jobs),

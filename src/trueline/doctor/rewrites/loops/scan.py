@@ -264,8 +264,27 @@ def _initial(scope: Scope, name: str, steps: Steps) -> str:
         updates = (named_value(one) for one in steps.body if stored_names(one) == [name])
         update = next((named[1] for named in updates if named is not None), None)
         if update is not None:
-            return f"torch.full_like({ast.unparse(substitute(update, firsts))}, {start.value})"
+            first = substitute(update, firsts)
+            if not {*loaded_names([first])} & {*stored_names(steps.body)} - {name}:
+                return f"torch.full_like({ast.unparse(first)}, {start.value})"
+        return _fill(scope, steps, value, start.value)
     return f"torch.full((), {start.value})"
+
+
+def _fill(scope: Scope, steps: Steps, like: torch.Tensor, number: float) -> str:
+    """`number` in the shape of `like`, which only a step computes, with the sizes of tensors that are known before the
+    loop."""
+    own = {*stored_names(steps.body), *steps.slices}
+    known = [(name, held) for name, held in scope.seen.items() if isinstance(held, torch.Tensor) and name not in own]
+    sizes: dict[int, str] = {}
+    for name, held in known:
+        for axis, size in enumerate(held.shape):
+            sizes.setdefault(size, f"{name}.shape[{axis}]")
+    shape = ", ".join(sizes.get(size, str(size)) for size in like.shape)
+    base = next((name for name, held in known if held.dtype == like.dtype), None)
+    if base is None:
+        return f"torch.full(({shape},), {number}, dtype={like.dtype})"
+    return f"{base}.new_full(({shape},), {number})"
 
 
 def _starts(scope: Scope, name: str) -> Iterator[ast.expr]:
