@@ -126,6 +126,7 @@ MAX_LINES += 75  # averages in hooks of an optimizer, collections of copies of t
 MAX_LINES += 210  # noise of numpy and random that is seeded by the step alone
 MAX_LINES += 95  # ranks and collectives of torch.distributed in loops
 MAX_LINES += 110  # means by counts that are drawn
+MAX_LINES += 620  # conditions of the user's code on sizes, sizes that break a guard, quotients in whole numbers
 MAX_FOLDER_FILES = 20
 MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 50

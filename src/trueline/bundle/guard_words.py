@@ -22,6 +22,8 @@ FAR = (8192, 2**16, 2**20)
 FEW_HOLES = 3
 MAX_FACTOR = 64
 _TIMES = {2: "twice {}", 3: "three times {}", 4: "four times {}"}
+_RANGE = re.compile(r"max\((\d+) - d0, d0 - (\d+)\) > 0")
+"""What leaves out the sizes between two numbers."""
 _PARTS = {2: "half of {}", 3: "a third of {}", 4: "a quarter of {}"}
 Table = Mapping[tuple[int, ...], bool]
 """Sizes of the symbols -> whether the guard holds."""
@@ -41,6 +43,8 @@ def describe_guard(guard: Guard, dims: Mapping[str, SizeRange] | None = None) ->
     'h is at most w'
     >>> describe_guard(Guard(text="", rule="d1 == (1 + d0) // 2", symbols=("length", "half.1")))
     'half.1 is half of length, rounded up'
+    >>> describe_guard(Guard(text="", rule="max(23984 - d0, d0 - 24015) > 0", symbols=("length",)))
+    'length is below 23984 or above 24015'
     """
     ranges = tuple((dims or {}).get(symbol) for symbol in guard.symbols)
     return _describe(guard, ranges)
@@ -49,6 +53,8 @@ def describe_guard(guard: Guard, dims: Mapping[str, SizeRange] | None = None) ->
 @lru_cache(256)
 def _describe(guard: Guard, ranges: Sequence[SizeRange | None]) -> str:
     """Cached: a server says it of every request that it refuses."""
+    if (left_out := _RANGE.fullmatch(guard.rule)) is not None:
+        return f"{guard.symbols[0]} is below {left_out[1]} or above {left_out[2]}"
     table = _tabulate(guard, ranges)
     for count in (1, 2):
         for chosen in itertools.combinations(range(len(guard.symbols)), count):

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from trueline.bundle.signature import Dim
-from trueline.capture.export import fraction_guards, torch_export
+from trueline.capture.export import fraction_guards, torch_export, whole_parts
 from trueline.capture.model.eager import EagerSession
 from trueline.capture.onnx import emit
 from trueline.capture.proof.far_sizes import FarSizes
@@ -104,6 +104,59 @@ def test_a_rounded_quotient_is_a_whole_division_at_every_size(condition: str) ->
 def test_a_quotient_that_floats_round_is_left_as_it_is(condition: str) -> None:
     tree = ast.parse(condition, mode="eval").body
     assert ast.unparse(fraction_guards.WholeDivisions().visit(tree)) == ast.unparse(ast.parse(condition, mode="eval"))
+
+
+@pytest.mark.parametrize(
+    "condition",
+    [
+        "0.6 * torch.sym_float(d0) != d1",
+        "d1 != 1.5 * d0 + 4",
+        "math.trunc(0.29 * d0) != math.trunc(0.7 * d1)",
+        "round(0.7 * d0) != d1",
+        "math.ceil(d0 / 3) != 2 * d1 - 1",
+        "math.floor(-0.3 * d0) + d0 != math.trunc(0.07 * torch.sym_float(d1) - 5.5)",
+    ],
+)
+def test_sizes_that_floats_take_for_equal_are_kept_apart_in_whole_numbers(condition: str) -> None:
+    tree = ast.parse(condition, mode="eval").body
+    assert isinstance(tree, ast.Compare)
+    apart = whole_parts.keep_apart(tree.left, tree.comparators[0], ["height", "width"])
+    assert apart is not None
+    differ = fraction_guards.compile_test(tree, 2)
+    draw, equal = np.random.default_rng(0), 0
+    pairs = [(h, w) for h in range(1, 130) for w in range(1, 130)]
+    for h in map(int, draw.integers(130, 2**40, 300)):
+        pairs += [
+            (h, int(near) + step)
+            for near in (0.6 * h, 1.5 * h + 4, 0.7 * h, h / 6, h * 29 / 70, 10 * h)
+            for step in (-1, 0, 1)
+        ]
+    for h, w in pairs:
+        if w > 0 and not differ(h, w):
+            equal += 1
+            assert not apart.holds({"height": h, "width": w}), (h, w)
+    assert equal > 20
+    assert apart.holds({"height": 30, "width": 119})
+
+
+@pytest.mark.parametrize("condition", ["d0 ** 0.5 != d1", "math.sin(d0) != d1", "d0 / d1 != 1.25"])
+def test_what_is_no_quotient_of_whole_numbers_is_not_kept_apart(condition: str) -> None:
+    tree = ast.parse(condition, mode="eval").body
+    assert isinstance(tree, ast.Compare)
+    assert whole_parts.keep_apart(tree.left, tree.comparators[0], ["height", "width"]) is None
+
+
+def test_far_sizes_that_a_condition_with_fractions_leaves_out_are_said() -> None:
+    tree = ast.parse("abs(torch.sym_float(d0) / 16000.0 - 1.5) >= 0.001", mode="eval").body
+    (hole, *more) = fraction_guards.in_whole_numbers(tree, ["length"], {"length": 700}, decided=True)
+    sizes = range(23_900, 24_100)
+    left_out = [size for size in sizes if not all(guard.holds({"length": size}) for guard in (hole, *more))]
+    assert left_out == [size for size in sizes if abs(size / 16000.0 - 1.5) < 0.001]
+    assert len(left_out) > 30
+    often = ast.parse("math.trunc(torch.sym_float(d0) / 50001.0) % 2 == 0", mode="eval").body
+    guards = fraction_guards.in_whole_numbers(often, ["length"], {"length": 700}, decided=True)
+    assert all(guard.holds({"length": 50_000}) for guard in guards)
+    assert not all(guard.holds({"length": 50_001 * 12_345}) for guard in guards)
 
 
 class Padded(nn.Module):

@@ -12,12 +12,16 @@ from trueline.capture.export.guard_ranges import Claim, ExportedGuards, borders,
 A, B, L, M = (f"L['tensors'][{i}].size()[{axis}]" for i, axis in ((0, 0), (1, 0), (0, 1), (1, 1)))
 
 
-def claimed(*codes: str, example: dict[str, int] | None = None, **spans: Dim) -> tuple[Claim, ...]:
+def claimed(
+    *codes: str, example: dict[str, int] | None = None, decided: tuple[str, ...] = (), **spans: Dim
+) -> tuple[Claim, ...]:
     """Claims of a model of two inputs, [batch, length] and [batch, other]."""
     ranges = {"batch": Dim(min=2), "length": Dim(min=2), "other": Dim(min=2)} | spans
     places = {(0, 0): "batch", (1, 0): "batch", (0, 1): "length", (1, 1): "other"}
     names = {"s77": "length"}
-    found = ExportedGuards(codes=codes, spans=ranges, places=places, names=names, example=example or {})
+    found = ExportedGuards(
+        codes=codes, decided=decided, spans=ranges, places=places, names=names, example=example or {}
+    )
     return claims(found, batch="batch")
 
 
@@ -167,3 +171,34 @@ def test_a_step_of_several_elements_is_assumed_to_be_no_single_one() -> None:
 @pytest.mark.parametrize("code", [f"{A} * {L} > 5", f"{A} < {L}", f"{A} * {L} != 6", f"16 * ({L} // 4) * {A} != 0"])
 def test_what_larger_sizes_break_too_is_no_assumption(code: str) -> None:
     assert all(claim.guards or claim.dims["length"].min > 2 for claim in claimed(code)[-2:])
+
+
+def test_all_few_sizes_that_a_guard_leaves_out_are_probed_and_of_many_some_up_to_the_largest() -> None:
+    few, many = claimed(f"({L} // 6) != 4"), claimed(f"{L} % 48 != 0")
+    assert {24, 25, 26, 27, 28, 29} <= set(borders(few)["length"])
+    assert {48, 96, 144, 288, 528, 912} <= set(borders(many)["length"])
+
+
+def test_a_remainder_that_is_left_out_does_not_end_the_range() -> None:
+    for code in (f"{L} % 48 != 0", f"{L} % 7 == 3", f"({L} // 4) % 5 == 1"):
+        *_, strict = claimed(code)
+        assert strict.dims["length"].max is None, code
+
+
+def test_the_users_conditions_are_left_out_only_where_the_others_imply_them() -> None:
+    far, near = f"({L} // 16000) != 5", f"({L} // 32) != 2"
+    made = [claimed(far, decided=decided)[0] for decided in ((), (far,))]
+    assert [claim.allows({"batch": 1, "length": 80_000, "other": 1}) for claim in made] == [True, False]
+    bounded = claimed(far, f"{L} <= 500", decided=(far,))[0]
+    assert bounded.dims["length"].max == 500
+    assert bounded.guards == ()
+    for decided, widest in (((), True), ((near,), False)):  # more sizes than probes would try
+        assert claimed(near, decided=decided)[0].allows({"batch": 1, "length": 80, "other": 1}) is widest
+
+
+def test_an_assumption_of_the_users_code_has_no_second_root() -> None:
+    hidden = f"({L} - 1)*({L} - 70001) != 0"
+    sizes = {"batch": 1, "length": 70_001, "other": 1}
+    assert not any(claim.allows(sizes) for claim in claimed(hidden, decided=(hidden,)))
+    plain = f"{L} != 1"
+    assert claimed(plain, decided=(plain,))[0].allows(sizes | {"length": 1})

@@ -10,6 +10,7 @@ from torch.fx import GraphModule
 from trueline import events
 from trueline.bundle.schema import BY_RECORD
 from trueline.bundle.signature import Dim
+from trueline.capture.export import decided_sizes
 from trueline.capture.export.exported import Exported, Fixed
 from trueline.capture.export.tracing import tracing
 from trueline.capture.model.dynamic_dims import resize_tensor
@@ -109,7 +110,8 @@ def _trace_operators(flat: TensorModule, calling: Calling) -> torch.nn.Module:
 
 def _map_records(flat: TensorModule, calling: Calling, whole: Whole, single: Single) -> Exported | None:
     """A program that maps over records, if it answers the example, and one record more, as the model does."""
-    mapped = per_record.MappedRecords(single(per_record.SingleRecord(flat), calling))
+    program = single(per_record.SingleRecord(flat), calling)
+    mapped = per_record.MappedRecords(program, decided_sizes.list_codes(program))
     if not _draws(mapped.program[0]) and not all(_agree(mapped, flat, calling, more) for more in (0, 1)):
         return None  # torch.export's message says more than the prover would
     exported = whole(mapped)

@@ -15,6 +15,9 @@ from typing import Any
 import numpy as np
 
 from trueline.bundle.guards import Guard
+from trueline.bundle.signature import Dim
+from trueline.capture.export import whole_parts
+from trueline.capture.export.guard_search import END, Condition, Undecided, search
 
 TRIED = 20_000
 """Sizes that a guard with fractions is tried with, one by one; above them powers of two."""
@@ -25,6 +28,8 @@ SEVERAL = (*range(1, 33), *(2**power for power in range(6, 17)))
 """Sizes that a guard between several symbols is tried with."""
 SQUARE = 160
 """Up to here one between two symbols is tried at all sizes of both: `abs(height / width - 2**0.5) < 1e-4` has few."""
+SEARCHES = 40
+"""Boxes around the example that are searched."""
 LARGEST = 1 << 16
 """Of what a size is multiplied with and divided by, so that a float holds the product."""
 EXACT = 1_000_000
@@ -169,20 +174,30 @@ class WholeNumbers(ast.NodeTransformer):
 
 
 def in_whole_numbers(
-    tree: ast.expr, symbols: Sequence[str], example: Mapping[str, int], steps: Mapping[str, int] = MappingProxyType({})
+    tree: ast.expr,
+    symbols: Sequence[str],
+    example: Mapping[str, int],
+    steps: Mapping[str, int] = MappingProxyType({}),
+    *,
+    decided: bool = False,
 ) -> tuple[Guard, ...]:
     """What the condition `tree` on d0, d1, ... leaves of the sizes of `symbols`; it holds for `example`. A symbol in
-    `steps` is tried in multiples of that number. Raises ValueError for a condition that cannot be computed, or holds
-    nowhere around the example."""
+    `steps` is tried in multiples of that number. Where the user's code has `decided` by it, what is left has no sizes
+    that break it, however large. Raises ValueError for a condition that cannot be computed, or holds nowhere around the
+    example."""
     test = compile_test(tree, len(symbols))
     if not test(*(example[symbol] for symbol in symbols)):
         raise ValueError(f"{ast.unparse(tree)} does not hold for the example")
     each = [steps.get(symbol, 1) for symbol in symbols]
     if len(symbols) == 1:
-        return _guards_of_one(test, symbols[0], example, each[0])
+        return _guards_of_one(Condition(tree, test), symbols[0], example, each[0], decided=decided)
     if isinstance(tree, ast.Compare) and isinstance(tree.ops[0], ast.NotEq):
-        return ()  # two sizes that the exporter takes for different, where they differ in the example: values decide
-    return _guards_of_several(test, symbols, example, each)
+        if not decided:
+            return ()  # sizes that the exporter takes for different, where they differ in the example: values decide
+        apart = whole_parts.keep_apart(tree.left, tree.comparators[0], symbols)
+        if apart is not None and apart.holds(example):
+            return (apart,)
+    return _guards_of_several(Condition(tree, test), symbols, example, each, decided=decided)
 
 
 def compile_test(tree: ast.expr, count: int) -> Test:
@@ -203,19 +218,45 @@ def compile_test(tree: ast.expr, count: int) -> Test:
     return holds
 
 
-def _guards_of_one(test: Test, symbol: str, example: Mapping[str, int], step: int) -> tuple[Guard, ...]:
-    here = example[symbol]
+def _guards_of_one(
+    condition: Condition, symbol: str, example: Mapping[str, int], step: int, *, decided: bool
+) -> tuple[Guard, ...]:
+    here, test = example[symbol], condition.exact
     tried = [*range(step, max(TRIED, 2 * here) + 1, step), *(step * size for size in FAR if step * size > 2 * here)]
     holds = [test(size) for size in tried]
     out = [size for size, fine in zip(tried, holds, strict=True) if not fine]
     if len(out) <= HOLES:
-        return tuple(_guard(symbol, "!=", size) for size in out)
+        far = _find_far_holes(condition, symbol, step, max(TRIED, 2 * here) + 1) if decided else ()
+        return (*(_guard(symbol, "!=", size) for size in out if size <= max(TRIED, 2 * here) or not decided), *far)
     low = max((size for size in out if size < here), default=0) + 1
     above = min((size for size in out if size > here), default=None)
     if above is None:
-        return (_guard(symbol, ">=", low),)
+        far = _find_far_holes(condition, symbol, step, max(TRIED, 2 * here) + 1) if decided else ()
+        return (_guard(symbol, ">=", low), *far)
     high = max(size for size, fine in zip(tried, holds, strict=True) if fine and size < above)
     return (*((_guard(symbol, ">=", low),) if low > 1 else ()), _guard(symbol, "<=", high))
+
+
+def _find_far_holes(condition: Condition, symbol: str, step: int, start: int) -> tuple[Guard, ...]:
+    """The ranges from `start` on that break the condition, or an end before the first that is not known."""
+    found: list[Guard] = []
+    known = start - 1
+    try:
+        for ((low, high),) in search(condition, [Dim(min=start, multiple_of=step)]):
+            if len(found) == HOLES:
+                return (*found, _guard(symbol, "<=", step * low - 1))
+            found.append(_leave_out(symbol, step * low, step * high))
+            known = step * high
+    except Undecided:
+        return (*found, _guard(symbol, "<=", known))
+    return tuple(found)
+
+
+def _leave_out(symbol: str, low: int, high: int) -> Guard:
+    if low == high:
+        return _guard(symbol, "!=", low)
+    text = f"{symbol} < {low} or {symbol} > {high}"
+    return Guard(text=text, rule=f"max({low} - d0, d0 - {high}) > 0", symbols=(symbol,))
 
 
 def _guard(symbol: str, operator: str, size: int) -> Guard:
@@ -223,28 +264,55 @@ def _guard(symbol: str, operator: str, size: int) -> Guard:
 
 
 def _guards_of_several(
-    test: Test, symbols: Sequence[str], example: Mapping[str, int], steps: Sequence[int]
+    condition: Condition, symbols: Sequence[str], example: Mapping[str, int], steps: Sequence[int], *, decided: bool
 ) -> tuple[Guard, ...]:
     """The box around the example within which it always holds, up to one bound for all symbols and then down as far as
-    can be; none where it holds wherever it was tried."""
+    can be; none where it holds everywhere. Where the user's code has `decided` by it, the box is searched for sizes
+    that break it."""
     few = SEVERAL if len(symbols) == 2 else tuple(size for size in SEVERAL if size < 9 or size in (32, 1024, 65536))
     sizes = [tuple(step * size for size in few) for step in steps]
     tried = [*itertools.product(*sizes)]
     if len(symbols) == 2:
         tried += itertools.product(*(range(step, SQUARE + 1, step) for step in steps))
-    out = np.array([given for given in tried if not test(*given)]).reshape(-1, len(symbols))
+    known = [given for given in tried if not condition.exact(*given)]
     here = [example[symbol] for symbol in symbols]
+    most = math.inf
+    for _ in range(SEARCHES):
+        lows, high = _find_box(known, here, sizes, most)
+        if not high or high in lows:
+            break
+        box = [
+            Dim(min=low, max=None if high == math.inf else int(high), multiple_of=step)
+            for low, step in zip(lows, steps, strict=True)
+        ]
+        try:
+            broken = next(search(condition, box), None) if decided else None
+        except Undecided:
+            most = high if high != math.inf else END
+            most -= 1
+            continue
+        if broken is None:
+            found = [
+                _guard(symbol, ">=", low) for symbol, low, step in zip(symbols, lows, steps, strict=True) if low > step
+            ]
+            return (*found, *(_guard(symbol, "<=", int(high)) for symbol in symbols if high != math.inf))
+        known.append(tuple(step * low for step, (low, _) in zip(steps, broken, strict=True)))
+    raise ValueError("it leaves sizes out in more than one direction")
+
+
+def _find_box(
+    known: Sequence[tuple[int, ...]], here: Sequence[int], sizes: Sequence[Sequence[int]], most: float
+) -> tuple[list[int], float]:
+    """The least size of each symbol and one bound for all, `most` at most, so that none of `known` is inside."""
+    out = np.array(known).reshape(-1, len(here))
 
     def clear(lows: Sequence[int], high: float) -> bool:
         return not ((np.array(lows) <= out) & (out <= high)).all(1).any()
 
     bounds = sorted({size for each in sizes for size in each if size >= max(here)}, reverse=True)
-    high = next((bound for bound in (math.inf, *bounds) if clear(here, bound)), 0.0)
+    high = next((bound for bound in (math.inf, *bounds) if bound <= most and clear(here, bound)), 0.0)
     lows = list(here)
     for at, each in enumerate(sizes):
         lower = (size for size in each if size < here[at])
         lows[at] = next((size for size in lower if clear([*lows[:at], size, *lows[at + 1 :]], high)), here[at])
-    if not high or high in lows:
-        raise ValueError("it leaves sizes out in more than one direction")
-    found = [_guard(symbol, ">=", low) for symbol, low, step in zip(symbols, lows, steps, strict=True) if low > step]
-    return (*found, *(_guard(symbol, "<=", int(high)) for symbol in symbols if high != math.inf))
+    return lows, high

@@ -28,18 +28,20 @@ from trueline.capture.export.fraction_guards import (
     compile_test,
     in_whole_numbers,
 )
-from trueline.capture.export.guard_changes import (
-    Columns,
-    breaks_at_one_only,
-    breaks_far,
-    breaks_when_small,
-    changes,
-    combinations,
-    holding,
-    is_certain,
+from trueline.capture.export.guard_assumptions import (
+    DENSE,
+    HOLES,
+    NEAR,
+    assumes,
+    comparison,
+    is_assumption,
+    may_be_tried,
 )
+from trueline.capture.export.guard_changes import Columns, breaks_far, changes, combinations, holding, is_certain
+from trueline.capture.export.guard_search import is_implied
 
-DENSE = 256
+NOWHERE = "0 > 1"
+FAR_HOLES = (128, 256, 512, 900)
 TUPLES = 1000
 """Combinations of sizes on which guards between several symbols are compared."""
 
@@ -61,6 +63,8 @@ class ExportedGuards:
     """What the exporter found: guards as source, and the span of each symbol."""
 
     codes: Sequence[str]
+    decided: Collection[str] = ()
+    """Those of the codes that are conditions of the user's code."""
     spans: Mapping[str, Dim]
     """By the signature's names; as the exporter has them, its lower bound of 2 included."""
     places: Mapping[tuple[int, int], str | int]
@@ -74,16 +78,21 @@ class ExportedGuards:
 
 def claims(found: ExportedGuards, *, batch: str) -> tuple[Claim, ...]:
     """What may be claimed, from the widest to the strictest."""
-    read = [(guard, assumed) for code in found.codes for guard, assumed in _read(code, found)]
-    guards, firm = [guard for guard, _ in read], [guard for guard, assumed in read if not assumed]
+    read = [(guard, assumed, code in found.decided) for code in found.codes for guard, assumed in _read(code, found)]
+    guards, firm = [guard for guard, *_ in read], [guard for guard, assumed, _ in read if not assumed]
+    decided = frozenset(guard for guard, _, users in read if users)
     without_holes = [
-        guard for guard in firm if not isinstance(_comparison(guard), ast.NotEq) or _is_far(guard, found.spans)
+        guard
+        for guard in firm
+        if not isinstance(comparison(guard), ast.NotEq)
+        or _is_far(guard, found.spans)
+        or (guard in decided and len(guard.symbols) == 1 and not may_be_tried(guard, found.spans[guard.symbols[0]]))
     ]
     wide = {symbol: _widen(symbol, dim, guards, firm) for symbol, dim in found.spans.items()}
     from_one = {symbol: Dim(min=1 if dim.min <= 2 else dim.min, max=dim.max) for symbol, dim in found.spans.items()}
     from_two = {symbol: from_one[symbol] if symbol == batch else dim for symbol, dim in found.spans.items()}
     made = [
-        _reduce(kept, spans)
+        _reduce(kept, spans, decided)
         for kept, spans in ((without_holes, wide), (firm, wide), (guards, from_one), (guards, from_two))
     ]
     return tuple(claim for i, claim in enumerate(made) if claim not in made[:i])
@@ -117,18 +126,20 @@ def _read(code: str, found: ExportedGuards) -> list[tuple[Guard, bool]]:
     Raises ValueError for one about sizes that cannot be expressed."""
     whole = translate(code, found)
     if whole is not None or not found.example:
-        return [] if whole is None else [(whole, _is_assumption(whole))]
+        return [] if whole is None else [(whole, is_assumption(whole, decided=code in found.decided))]
     reader = _Reader(found, FUNCTIONS)
     try:
         tree = reader.visit(ast.parse(code, mode="eval").body)
         compile_test(tree, len(reader.symbols))
     except UNREADABLE:
         return []  # see `unread`
-    assumed = _assumes(tree)
-    if not reader.symbols or (assumed and len(reader.symbols) > 1):
+    several, decided = len(reader.symbols) > 1, code in found.decided
+    assumed = assumes(tree) and not (several and decided)
+    if not reader.symbols or (assumed and several):
         return []
-    steps = {symbol: dim.multiple_of for symbol, dim in found.spans.items()}
-    return [(guard, assumed) for guard in in_whole_numbers(tree, reader.symbols, found.example, steps)]
+    steps = {symbol: found.spans[symbol].multiple_of for symbol in reader.symbols}
+    whole_ones = in_whole_numbers(tree, reader.symbols, found.example, steps, decided=decided)
+    return [(guard, assumed) for guard in whole_ones]
 
 
 def translate(code: str, found: ExportedGuards) -> Guard | None:
@@ -180,78 +191,18 @@ class _Reader(ast.NodeTransformer):
         return ast.Name(f"d{self.symbols.index(place)}", ast.Load())
 
 
-def _comparison(guard: Guard) -> ast.cmpop | None:
-    tree = ast.parse(guard.rule, mode="eval").body
-    return tree.ops[0] if isinstance(tree, ast.Compare) and len(tree.ops) == 1 else None
-
-
-def _is_assumption(guard: Guard) -> bool:
-    """Whether the exporter's way with 0 and 1 explains it; small sizes break such a guard."""
-    tree = ast.parse(guard.rule, mode="eval").body
-    return (_assumes(tree) and breaks_when_small(guard)) or (_orders(tree) and breaks_at_one_only(guard))
-
-
-def _orders(tree: ast.expr) -> bool:
-    """`4 * n < batch * (4 * n)`: the exporter orders steps between elements, of which a size of 1 makes two equal."""
-    orders = ast.Lt | ast.LtE | ast.Gt | ast.GtE | ast.NotEq
-    return isinstance(tree, ast.Compare) and len(tree.ops) == 1 and isinstance(tree.ops[0], orders)
-
-
-def _assumes(tree: ast.expr) -> bool:
-    """`expression != 0`, `!= 1`, `> 1`, `>= 2`, `6 * expression > 6`: the exporter treats 0 and 1 as special in all.
-    What a remainder is compared with stands in the model, but for the length of what is filled up to a multiple."""
-    if _is_remainder(tree):
-        return False
-    match tree:
-        case ast.Compare(
-            left=ast.BinOp(left=ast.Constant(value=int(factor)), op=ast.Mult()),
-            ops=[ast.NotEq() | ast.Gt()],
-            comparators=[ast.Constant(value=int(other))],
-        ) if factor == other:  # a step between elements
-            return True
-        case ast.Compare(ops=[ast.NotEq() | ast.Gt()], comparators=[ast.Constant(value=0 | 1)]):
-            return True
-        case ast.Compare(left=ast.Constant(value=0 | 1), ops=[ast.NotEq() | ast.Lt()]):
-            return True
-        case ast.Compare(ops=[ast.GtE()], comparators=[ast.Constant(value=1 | 2)]):
-            return True
-        case ast.Compare(left=ast.Constant(value=1 | 2), ops=[ast.LtE()]):
-            return True
-    return False
-
-
-def _is_remainder(tree: ast.expr) -> bool:
-    """Whether it is a remainder, up to factors and constants, or compares one."""
-    match tree:
-        case ast.Compare(left=left, comparators=others):
-            return any(map(_is_remainder, (left, *others)))
-        case ast.BinOp(op=ast.Mod()):
-            return True
-        case ast.BinOp(left=left, op=ast.Add() | ast.Sub(), right=right):
-            sides = [one for one in (left, right) if not isinstance(one, ast.Constant)]
-            return bool(sides) and all(map(_is_remainder, sides))
-        case ast.BinOp(left=left, right=right):
-            return _is_remainder(left) or _is_remainder(right)
-        case ast.UnaryOp(operand=operand):
-            return _is_remainder(operand)
-        case ast.Call(args=given):
-            return any(map(_is_remainder, given))
-        case ast.BoolOp(values=values):
-            return any(map(_is_remainder, values))
-    return False
-
-
-def _reduce(guards: Iterable[Guard], spans: Mapping[str, Dim]) -> Claim:
-    """The same in as few words as the sizes that are tried can tell apart."""
+def _reduce(guards: Iterable[Guard], spans: Mapping[str, Dim], decided: Collection[Guard] = ()) -> Claim:
+    """The same in as few words as the sizes that are tried can tell apart; of the conditions of the user's code,
+    `decided`, those are left out that the others certainly imply."""
     # equalities first: they imply most of the rest
     unique = sorted(
-        dict.fromkeys(guards), key=lambda one: (not isinstance(_comparison(one), ast.Eq), len(one.rule), one.rule)
+        dict.fromkeys(guards), key=lambda one: (not isinstance(comparison(one), ast.Eq), len(one.rule), one.rule)
     )
     dims: dict[str, Dim] = {}
     kept: list[Guard] = []
     for symbol, span in spans.items():
         alone = [guard for guard in unique if guard.symbols == (symbol,)]
-        dims[symbol], left = _reduce_one(symbol, span, alone)
+        dims[symbol], left = _reduce_one(symbol, span, alone, decided)
         kept += left
     tried: dict[tuple[str, ...], Columns] = {}
     for guard in (guard for guard in unique if len(guard.symbols) > 1):
@@ -262,11 +213,12 @@ def _reduce(guards: Iterable[Guard], spans: Mapping[str, Dim]) -> Claim:
         cut = ~holding(guard, sizes)
         for other in involved:
             cut = cut & holding(other, sizes) if cut.any() else cut
-        if cut.any() or _is_far(guard, dims):
+        if cut.any() or (not _follows(guard, involved, dims) if guard in decided else _is_far(guard, dims)):
             kept.append(guard)
     pinned = {symbol: size for guard in kept for symbol, size in _find_pinned(guard, dims)}
     if pinned:
-        return _reduce(unique, {**spans, **{symbol: Dim(min=size, max=size) for symbol, size in pinned.items()}})
+        at = {symbol: Dim(min=size, max=size) for symbol, size in pinned.items()}
+        return _reduce(unique, {**spans, **at}, decided)
     return Claim(dims=dims, guards=tuple(kept))
 
 
@@ -288,13 +240,27 @@ def _is_far(guard: Guard, dims: Mapping[str, Dim]) -> bool:
     `5 * length != 5000`: nothing would show that it is dropped wrongly."""
     if len(guard.symbols) < 2:
         few = holding(guard, {guard.symbols[0]: np.arange(1, DENSE + 1)})
-        return isinstance(_comparison(guard), ast.NotEq) and bool(few.all()) and bool(changes(guard))
-    if _is_assumption(guard) or is_certain(guard, dims) or not holding(guard, _combinations(guard.symbols, dims)).all():
+        return isinstance(comparison(guard), ast.NotEq) and bool(few.all()) and bool(changes(guard))
+    if (
+        is_assumption(guard, decided=False)
+        or is_certain(guard, dims)
+        or not holding(guard, _combinations(guard.symbols, dims)).all()
+    ):
         return False
-    return isinstance(_comparison(guard), ast.NotEq) or breaks_far(guard, dims)
+    return isinstance(comparison(guard), ast.NotEq) or breaks_far(guard, dims)
 
 
-def _reduce_one(symbol: str, span: Dim, guards: Sequence[Guard]) -> tuple[Dim, list[Guard]]:
+def _follows(guard: Guard, kept: Sequence[Guard], dims: Mapping[str, Dim]) -> bool:
+    """Whether it is certain that `guard` holds for all sizes in `dims` that keep the guards `kept` on its symbols."""
+    at = {symbol: f"d{place}" for place, symbol in enumerate(guard.symbols)}
+    rules = [
+        re.sub(r"\bd(\d+)\b", lambda match, symbols=other.symbols: at[symbols[int(match[1])]], other.rule)  # type: ignore[misc]
+        for other in kept
+    ]
+    return is_implied(guard.rule, tuple(dims[symbol] for symbol in guard.symbols), tuple(rules))
+
+
+def _reduce_one(symbol: str, span: Dim, guards: Sequence[Guard], decided: Collection[Guard]) -> tuple[Dim, list[Guard]]:
     """Range and divisibility of one symbol, with the guards that these do not say."""
 
     def holds(size: int) -> bool:
@@ -306,14 +272,18 @@ def _reduce_one(symbol: str, span: Dim, guards: Sequence[Guard]) -> tuple[Dim, l
         return span, list(guards)
     beyond = [size for size in tried if size > fine[-1]]
     upper = span.max
-    if beyond:  # the last size that holds, where it changes once
+    rules = tuple(guard.rule for guard in guards)
+    if beyond and is_implied(NOWHERE, (Dim(min=beyond[0], max=span.max),), rules):
+        # the last size that holds: it changes once
         upper = fine[-1] + bisect_left(range(fine[-1] + 1, beyond[0]), True, key=lambda size: not holds(size))
     step = math.gcd(*fine) if len(fine) > 1 else 1
     dim = Dim(min=fine[0], max=upper, multiple_of=step)
     kept: list[Guard] = []
     for guard in guards:
         cut = [size for size in tried if dim.allows(size) and not guard.holds({symbol: size})]
-        if any(all(other.holds({symbol: size}) for other in kept) for size in cut):
+        if any(all(other.holds({symbol: size}) for other in kept) for size in cut) or (
+            guard in decided and not _follows(guard, kept, {symbol: dim})
+        ):
             kept.append(guard)
     return dim, kept
 
@@ -350,14 +320,22 @@ def borders(made: Sequence[Claim]) -> dict[str, tuple[int, ...]]:
             sizes += [dim.max + 1, dim.max] if dim.max is not None else []
             sizes += [dim.min - 1, dim.min] if dim.min > 2 else []
             sizes += [dim.multiple_of, 3 * dim.multiple_of] if dim.multiple_of > 1 else []
-            alone = [guard for guard in claim.guards if guard.symbols == (symbol,)]
-            sizes += [size for size in range(1, DENSE) if not all(guard.holds({symbol: size}) for guard in alone)][:3]
+            for guard in (guard for guard in claim.guards if guard.symbols == (symbol,)):
+                sizes += _choose_holes([size for size in range(1, NEAR + 1) if not guard.holds({symbol: size})])
         strict, wide = made[-1], made[0]
         sizes += [size for size in range(1, DENSE) if _alone(wide, symbol, size) and not _alone(strict, symbol, size)][
             :4
         ]
-        found[symbol] = [size for size in dict.fromkeys(sizes) if 1 <= size <= 4 * DENSE]
+        found[symbol] = [size for size in dict.fromkeys(sizes) if 1 <= size <= NEAR]
     return {symbol: tuple(sizes) for symbol, sizes in found.items()}
+
+
+def _choose_holes(out: Sequence[int]) -> list[int]:
+    """All sizes that a guard leaves out, if they are few; else the first ones and others up to the largest."""
+    if len(out) <= HOLES:
+        return list(out)
+    far = (next((size for size in out if size >= least), 0) for least in FAR_HOLES)
+    return [*out[:3], *(size for size in far if size)]
 
 
 def _alone(claim: Claim, symbol: str, size: int) -> bool:

@@ -20,7 +20,7 @@ import torch
 
 from trueline import files
 from trueline.bundle.signature import Dim, Signature, TensorSpec
-from trueline.capture.export import fallbacks, guard_ranges, operators, quantized_layers, whole_numbers
+from trueline.capture.export import decided_sizes, fallbacks, guard_ranges, operators, quantized_layers, whole_numbers
 from trueline.capture.export.caught_errors import follow
 from trueline.capture.export.exported import STATE_HINT, Exported, Fixed, fixed_error
 from trueline.capture.export.tracing import tracing, watch_specialization
@@ -96,6 +96,7 @@ def _export(flat: torch.nn.Module, calling: Calling, steps: Mapping[str, int]) -
             tracing(),
             keep_weights(flat),
             watch_specialization() as fixed,
+            decided_sizes.watch(),
             size_keys.watch() as keyed,
             size_lengths.keep_types(flat),
         ):
@@ -118,7 +119,7 @@ def _export(flat: torch.nn.Module, calling: Calling, steps: Mapping[str, int]) -
             f"the model writes into its own buffers when it is called ({names})",
             hint=f"a served program has no memory. {STATE_HINT}",
         )
-    found = _describe(program, calling, fixed, getattr(flat, "guards", ()))
+    found = _describe(program, calling, fixed, getattr(flat, "guards", {}))
     found = replace(whole_numbers.end_claims(found), arrays=frozenset(numpy_arrays.FOLLOWED))
     if not keyed:
         return found
@@ -132,7 +133,7 @@ def _single(flat: torch.nn.Module, calling: Calling) -> torch.export.ExportedPro
     tensors = [resize_tensor(tensor, {0: 1}) for tensor in calling.example]
     example = tuple(_at_least_two(tensor, free) for tensor, free in zip(tensors, axes, strict=True))
     options: Any = {"dynamic_shapes": (_dynamic(calling, axes, {}),), "strict": False}
-    with tracing(), keep_weights(flat):
+    with tracing(), keep_weights(flat), decided_sizes.watch():
         program = follow(flat, example, lambda: torch.export.export(flat, example, **options))
         functional: torch.export.ExportedProgram = program.run_decompositions({})
     return functional
@@ -173,9 +174,10 @@ def _describe(
     program: torch.export.ExportedProgram,
     calling: Calling,
     fixed: Mapping[int, code_paths.SourceLine],
-    more: Sequence[str],
+    more: Mapping[str, bool],
 ) -> Exported:
-    """`more`: guards of a program that this one holds, which torch does not repeat."""
+    """`more`: guards of a program that this one holds, which torch does not repeat, and whether the user's code decides
+    by each."""
     values = {node.name: node.meta.get("val") for node in program.graph.nodes}
     shapes = [values[name].shape for name in program.graph_signature.user_inputs if isinstance(name, str)]
     symbols = _symbols(shapes, calling, fixed)
@@ -257,7 +259,7 @@ def _guards(
     shapes: Sequence[Any],
     symbols: Mapping[str, str],
     calling: Calling,
-    more: Sequence[str],
+    more: Mapping[str, bool],
 ) -> guard_ranges.ExportedGuards:
     free = calling.free
     constraints = {str(symbol): span for symbol, span in program.range_constraints.items()}
@@ -276,7 +278,10 @@ def _guards(
     names |= {_bare(ours): ours for ours in spans}
     example = [_at_least_two(*given).shape for given in zip(calling.example, _free_axes(calling), strict=True)]
     sizes = {name: example[i][axis] for (i, axis), name in places.items() if isinstance(name, str)}
-    return guard_ranges.ExportedGuards(codes=codes, spans=spans, places=places, names=names, units=units, example=sizes)
+    decided = decided_sizes.list_codes(program) | {code for code, users in more.items() if users}
+    return guard_ranges.ExportedGuards(
+        codes=codes, decided=decided, spans=spans, places=places, names=names, units=units, example=sizes
+    )
 
 
 def _claims(guards: guard_ranges.ExportedGuards) -> tuple[guard_ranges.Claim, ...]:

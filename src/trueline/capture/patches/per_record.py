@@ -6,6 +6,7 @@ counts in tensors of its own making (a mask of ones) follows from sizes alone: i
 which enter it as constants where they meet traced ones.
 """
 
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -45,12 +46,13 @@ class SingleRecord(torch.nn.Module):
 
 
 class MappedRecords(torch.nn.Module):
-    """The functional program `single` of one record, mapped over the records of a batch.
+    """The functional program `single` of one record, mapped over the records of a batch. `decided`: those of its guards
+    that are conditions of the user's code.
 
     Raises CaptureError for a program that writes its buffers, or has an output without a row for its record.
     """
 
-    def __init__(self, single: torch.export.ExportedProgram) -> None:
+    def __init__(self, single: torch.export.ExportedProgram, decided: Collection[str]) -> None:
         super().__init__()
         signature = single.graph_signature
         values = {node.name: node.meta.get("val") for node in single.graph.nodes}
@@ -64,8 +66,9 @@ class MappedRecords(torch.nn.Module):
             for spec in signature.input_specs
         ]
         """Of the arguments of `single`: the weight's name here, or None for an input."""
-        self.guards = [code for code in getattr(single, "_guards_code", []) if ".size()[0]" not in code]
-        """Of `single`, on sizes other than the batch."""
+        codes = getattr(single, "_guards_code", [])
+        self.guards = {code: code in decided for code in codes if ".size()[0]" not in code}
+        """Of `single`, on sizes other than the batch, and whether the user's code decides by each."""
         self.program = (single.graph_module,)
         """Of one record; in a tuple, because its weights are registered here already."""
 
