@@ -26,6 +26,8 @@ SAID = [
     ("d0 % 7 == 3", "a", "a is 3 more than a multiple of 7"),
     ("d0 != 7", "length", "length is not 7"),
     ("d0 != 7 and d0 != 9", "length", "length is neither 7 nor 9"),
+    ("d0 * d0 * 7003 % 65519 >= 140", "n", "the rest of (n * n * 7003) / 65519 is at least 140"),
+    ("max(23984 - d0, d0 - 24015) > 0", "length", "length is below 23984 or above 24015"),
     ("d0 > 3 and d0 < 9", "a", "a is from 4 to 8"),
     ("d0 > 5000", "a", "a is at least 5001"),
     ("2 * d0 < 9000", "a", "a is at most 4499"),

@@ -19,6 +19,7 @@ SMALL = {1: 300, 2: 24, 3: 10, 4: 6}
 """By the number of symbols: each size up to this is tried."""
 LARGE = (31, 32, 33, 63, 64, 65, 100, 128, 1000, 4096)
 FAR = (8192, 2**16, 2**20)
+SCANNED = 5000
 FEW_HOLES = 3
 MAX_FACTOR = 64
 _TIMES = {2: "twice {}", 3: "three times {}", 4: "four times {}"}
@@ -113,7 +114,7 @@ def _of_one(name: str, table: Table, allows: Callable[[int], bool]) -> str:
         if low and high:
             return f"{name} is {low}" if low == high else f"{name} is from {low} to {high}"
         return f"{name} is at most {high}" if high else f"{name} is at least {low}"
-    if len(holes) <= FEW_HOLES:
+    if len(holes) <= FEW_HOLES and all(allows(size) for size in range(1, SCANNED) if size not in holes):
         return f"{name} is {'not' if len(holes) == 1 else 'neither'} {' nor '.join(map(str, holes))}"
     for step in range(2, MAX_FACTOR + 1):
         rests = {size % step for size in holds}

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import io
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -79,9 +82,50 @@ class AsksTheSizeOfADtype(nn.Module):
         return x * (1.0 + (key * key - 22_801 == 0))
 
 
+class Peeks:
+    """Reads when it is dropped: an error there is printed and forgotten."""
+
+    def __init__(self, x: Tensor, found: list[Any]) -> None:
+        self.x, self.found = x, found
+
+    def __del__(self) -> None:
+        buffer = io.BytesIO()
+        torch.save(self.x[0, 0].clone(), buffer)
+        self.found[0] = torch.load(io.BytesIO(buffer.getvalue())).item()
+
+
+class ReadsAtItsEnd(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        found = [0.0]
+        Peeks(x, found)
+        return x * (1 + (abs(found[0] - RARE) < 0.003))
+
+
+class ReadsInAThread(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        with ThreadPoolExecutor(1) as pool:
+            job = pool.submit(lambda: x[0, 0].item())
+        first = 0.0 if job.exception() else job.result()
+        return x * (1 + (abs(first - RARE) < 0.003))
+
+
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize(
-    "kind", few([ReadsAnArray, ReadsUnlessExporting, ReadsMemory, Suppresses, AsksTheSizeOfADtype], 2, pytest.mark.jobs)
+    "kind",
+    few(
+        [
+            ReadsAnArray,
+            ReadsInAThread,
+            ReadsUnlessExporting,
+            ReadsMemory,
+            Suppresses,
+            AsksTheSizeOfADtype,
+            ReadsAtItsEnd,
+        ],
+        2,
+        pytest.mark.jobs,
+    ),
 )
 def test_a_model_that_catches_what_a_trace_raises_is_refused_at_its_line(kind: type[nn.Module], tmp_path: Path) -> None:
     blanks = {"examples": lambda: EXAMPLE, "dynamic_shapes": lambda: {"x": {1: "length"}}}

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import collections
 import functools
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -185,9 +187,51 @@ class CatchesAnArray(nn.Module):
         return larger + rare
 
 
+class Peak:
+    """Keeps a number."""
+
+    value = 0.0
+
+    def is_rare(self) -> bool:
+        return Decimal(str(RARE)) - Decimal("1e-5") < Decimal(self.value) < Decimal(str(RARE)) + Decimal("1e-5")
+
+
+SCALES = collections.defaultdict(lambda: 1.0, {f"{RARE:.2f}": 2.0})
+
+
+class LooksUpAnAttribute(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        peak = Peak()
+        peak.value = x[0, 0].item()
+        return x * SCALES[f"{peak.value:.2f}"]
+
+
+class ComparesAnAttributeElsewhere(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        peak = Peak()
+        peak.value = x[0, 0].item()
+        return x * (1.0 + peak.is_rare())
+
+
+class Kept:
+    first = 0.0
+
+    @property
+    def digits(self) -> str:
+        return self.first.hex()
+
+
+class WritesAnAttributeInHex(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        peak = Kept()
+        peak.first = x[0, 0].item()
+        return x * (1.0 + (abs(float.fromhex(getattr(peak, "digits", "0")) - RARE) < 1e-5))
+
+
 OF_FLOATS = (
     CatchesWhatATraceRaises, UnlessExporting, ByALargest, CatchesNumpy, CountsPlaces, FromDlpack, Contains,
-    DecidesInAHelper, DecidesByAnAttribute, CatchesAnArray,
+    DecidesInAHelper, DecidesByAnAttribute, CatchesAnArray, LooksUpAnAttribute, ComparesAnAttributeElsewhere,
+    WritesAnAttributeInHex,
 )  # fmt: skip
 OF_IDS = (
     InASet, AsAText, InEachOfAList, InACache, AmongAttributes, MatchesItsType, MatchesANumber, MatchesAList,

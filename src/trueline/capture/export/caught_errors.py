@@ -11,6 +11,7 @@ import dis
 import functools
 import inspect
 import sys
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -24,6 +25,7 @@ from trueline.capture.model.syntax import nodes_of
 from trueline.errors import CaptureError
 from trueline.runtime.tensors import one_line
 
+_THREADS = frozenset(("Thread", "ThreadPool", "ThreadPoolExecutor", "Timer", "submit", "to_thread"))
 _Traced = TypeVar("_Traced")
 _RETURNS = frozenset(dis.opmap[name] for name in ("RETURN_VALUE", "YIELD_VALUE", "RETURN_CONST") if name in dis.opmap)
 
@@ -45,8 +47,9 @@ class CaughtErrors:
             if event == "exception" and isinstance(arg[1], Exception) and not isinstance(arg[1], StopIteration):
                 raised.append((line_at(frame), arg[1]))  # a loop over a generator ends by such an error
             elif event == "return" and raised:
-                # a call that ends by an error has caught those before it: that one is the caller's
+                # a call that ends by an error has caught those before it: that one is the caller's, if it gets it
                 left = frame.f_code.co_code[frame.f_lasti] not in _RETURNS
+                left = left and not (frame.f_code.co_name == "__del__" or _ends_thread(frame))
                 for place, error in raised[:-1] if left else raised:
                     self.found.setdefault(place, error)
                 raised.clear()
@@ -57,13 +60,15 @@ class CaughtErrors:
 
     @contextmanager
     def watch(self) -> Iterator[None]:
-        """Notes what this thread catches in the block."""
-        before = sys.gettrace()
+        """Notes what this thread catches in the block, and what threads do that it starts."""
+        before, in_threads = sys.gettrace(), threading.gettrace()
         sys.settrace(self.enter)
+        threading.settrace(self.enter)
         try:
             yield
         finally:
             sys.settrace(before)
+            threading.settrace(in_threads)
 
 
 def follow(module: torch.nn.Module, example: tuple[Any, ...], trace: Callable[[], _Traced]) -> _Traced:
@@ -85,6 +90,16 @@ def follow(module: torch.nn.Module, example: tuple[Any, ...], trace: Callable[[]
                 hint=f"{place}",
             )
     return traced
+
+
+def _ends_thread(frame: FrameType) -> bool:
+    """Whether it is the user's first call of a thread: an error that leaves it is kept, or printed."""
+    outer = frame.f_back
+    while outer is not None and not _is_own(outer.f_code):
+        if outer.f_code is threading.Thread.run.__code__:
+            return True
+        outer = outer.f_back
+    return False
 
 
 def _find_codes(module: torch.nn.Module) -> set[CodeType]:
@@ -130,7 +145,9 @@ def _leaves(block: Sequence[ast.stmt]) -> bool:
 
 @functools.lru_cache(maxsize=20_000)
 def _may_catch(code: CodeType) -> bool:
-    """Whether it has an `except`, or a `with` of something else than torch's own."""
+    """Whether it has an `except`, or a `with` of something else than torch's own, drops errors, or starts a thread."""
+    if code.co_name == "__del__" or not _THREADS.isdisjoint(code.co_names):
+        return True
     lines = {line for _, _, line in code.co_lines() if line}
     if not any(one.opname == "PUSH_EXC_INFO" for one in dis.get_instructions(code)):
         return False

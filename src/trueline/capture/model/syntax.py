@@ -4,11 +4,13 @@ line: the names that it is given in its function are followed, no further."""
 import ast
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 import torch._numpy
+
+NO_LINE = -1
 
 
 @functools.lru_cache(maxsize=64)
@@ -85,6 +87,12 @@ def is_called(file: str, line: int, name: str) -> bool:
     return any(ast.unparse(call.func).rpartition(".")[2] == name for call in calls)
 
 
+def prints(file: str, line: int) -> bool:
+    """Whether a call that spans `line` prints or logs what it is given."""
+    calls = (node for node in nodes_of(file) if isinstance(node, ast.Call) and spans(node, line))
+    return any(ast.unparse(call.func).rpartition(".")[2] in _LOGS for call in calls)
+
+
 def _names_of_lists(nodes: Sequence[ast.AST]) -> set[str]:
     """The names of a function that are bound once, to `.tolist()` of a tensor."""
     bound = [name for node in nodes for name in names_of(node, ast.Store) if isinstance(node, ast.Name)]
@@ -136,7 +144,20 @@ def is_looked_up(file: str, line: int, traced: frozenset[int] = frozenset()) -> 
     told = function is None or line not in traced or _may_know_a_trace(function)
     numbers = _Numbers(set(), line, frozenset() if told else traced, _names_of_numpy(file))
     _follow_names(file, line, numbers)
-    for node in ast.walk(function) if function is not None else ():
+    if function is None or _looks_up(function, numbers):
+        return function is not None
+    kept = {name for name in numbers.names if name.startswith(".")}  # by attributes, which other functions read
+    others = (node for node in nodes_of(file) if kept and isinstance(node, ast.FunctionDef) and node is not function)
+    for other in others:
+        there = replace(numbers, names=set(kept), line=NO_LINE)
+        _follow_names_in(other, NO_LINE, there)
+        if _looks_up(other, there):
+            return True
+    return False
+
+
+def _looks_up(function: ast.FunctionDef, numbers: "_Numbers") -> bool:
+    for node in ast.walk(function):
         match node:
             case ast.Call(func=called, args=args) if not numbers.is_harmless(called, node.lineno):
                 places: Sequence[ast.AST] = args
@@ -158,6 +179,7 @@ class _Numbers:
     """The numbers that are taken on a line, and what is made of them: by their names."""
 
     names: set[str]
+    """Of attributes with a dot."""
     line: int
     traced: frozenset[int]
     numpy: frozenset[str]
@@ -174,6 +196,8 @@ class _Numbers:
         """Whether `node` is or holds such a number, and not a tensor or packed records that are made of it."""
         if isinstance(node, ast.Name):
             return isinstance(node.ctx, ast.Load) and node.id in self.names
+        if isinstance(node, ast.Attribute) and f".{node.attr}" in self.names:
+            return isinstance(node.ctx, ast.Load)
         if self._makes_tensor(node):
             return False
         return _takes(node, self.line) or any(map(self.are_in, ast.iter_child_nodes(node)))
@@ -210,6 +234,7 @@ def _names_of_numpy(file: str) -> frozenset[str]:
     return frozenset(alias.asname or alias.name for alias in imported if alias.name == "numpy")
 
 
+_LOGS = frozenset("print debug info log warn warning error exception write".split())  # noqa: SIM905
 _HARMLESS = frozenset(
     """
     abs all any append bool debug error float info int isfinite isinf isnan len log max min pack_padded_sequence print
@@ -233,8 +258,10 @@ def _function_around(file: str, line: int) -> ast.FunctionDef | None:
 def _follow_names(file: str, line: int, numbers: _Numbers | None = None) -> tuple[ast.FunctionDef | None, set[str]]:
     """The function around `line`, and the names in it that come from there; those of `numbers` alone, if given."""
     function = _function_around(file, line)
-    if function is None:
-        return None, set()
+    return function, set() if function is None else _follow_names_in(function, line, numbers)
+
+
+def _follow_names_in(function: ast.FunctionDef, line: int, numbers: _Numbers | None) -> set[str]:
     names: set[str] = set() if numbers is None else numbers.names
     kinds = ast.stmt | ast.comprehension | ast.NamedExpr
     nodes = [node for node in ast.walk(function) if isinstance(node, kinds)]
@@ -252,7 +279,9 @@ def _follow_names(file: str, line: int, numbers: _Numbers | None = None) -> tupl
             if spans(value, line) or (names & names_of(value, ast.Load) if numbers is None else numbers.are_in(value)):
                 targets = getattr(node, "targets", None) or [getattr(node, "target", None)]
                 names |= {name for target in targets if target is not None for name in names_of(target, ast.Store)}
-    return function, names
+                if numbers is not None:
+                    names |= {f".{target.attr}" for target in targets if isinstance(target, ast.Attribute)}
+    return names
 
 
 def _names_bound(pattern: ast.pattern) -> set[str]:

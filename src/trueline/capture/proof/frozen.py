@@ -121,10 +121,13 @@ def find_unvaried(
     an input that `claim` holds at one value. Code of the classes `compiled` is not traced, and does not count."""
     fixed = FixedInputs(eager, claim)
     watch = _ReadWatch(fixed=fixed)
-    for seen in observations:
-        if seen.outputs is not None:
-            with watch:
-                fixed.run(seen.probe.inputs)
+    with taken_numbers.watch_threads() as threads:
+        for seen in observations:
+            if seen.outputs is not None:
+                with watch:
+                    fixed.run(seen.probe.inputs)
+    if threads:
+        return threads[0]
     taken = {at: values for at, values in watch.taken.items() if not _is_compiled(at[0], compiled)}
     for (place, at), values in taken.items():
         if len(values) < 2 or (place, at) in watch.arrays:
@@ -225,7 +228,7 @@ class _FollowedReads(_ReadWatch):
     ) -> None:
         super().__init__(fixed=fixed)
         self.eager, self.known, self.structured = eager, known, structured
-        self._memory: dict[int, torch.UntypedStorage] = {}
+        self._memory: dict[int, torch.UntypedStorage | torch.Tensor] = {}
         self.sizes: set[Place] = set()
 
     def run(self, inputs: Mapping[str, Array]) -> tuple[torch.Tensor, ...] | None:
@@ -244,13 +247,14 @@ class _FollowedReads(_ReadWatch):
         if tensor.layout is torch.strided:
             memory = tensor.untyped_storage()
             self._memory[memory._cdata] = memory
+        else:  # a sparse tensor has no memory of its own
+            self._memory[id(tensor)] = tensor
 
     def follows(self, tensor: Any) -> bool:
-        return (
-            isinstance(tensor, torch.Tensor)
-            and tensor.layout is torch.strided
-            and tensor.untyped_storage()._cdata in self._memory
-        )
+        if not isinstance(tensor, torch.Tensor):
+            return False
+        strided = tensor.layout is torch.strided
+        return (tensor.untyped_storage()._cdata if strided else id(tensor)) in self._memory
 
     def note(self, result: Any, *, size: bool = False) -> None:
         place = _find_place(layers=False, structured=self.structured)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+import functools
 import math
 import numbers
 import sys
@@ -108,13 +109,46 @@ class MatchesItsType(nn.Module):
         return x
 
 
-@pytest.mark.parametrize("kind", [AsksForTypes, AsksForIntegral, AsksForItsType, LooksUpItsType, MatchesItsType])
+class AsksForAMethod(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        length = x.shape[1]
+        return -x if hasattr(length, "to_bytes") and length * 7 + 3 == 941 else x
+
+
+@functools.singledispatch
+def is_rare(length: object) -> bool:
+    return False
+
+
+@is_rare.register
+def _(length: int) -> bool:
+    return length * 7 + 3 == 941
+
+
+class DispatchesOnItsType(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return -x if is_rare(x.shape[1]) else x
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        AsksForTypes,
+        AsksForIntegral,
+        AsksForItsType,
+        LooksUpItsType,
+        MatchesItsType,
+        AsksForAMethod,
+        DispatchesOnItsType,
+    ],
+)
 def test_a_size_is_a_whole_number_when_a_model_that_is_followed_asks(kind: type[nn.Module]) -> None:
     eager = EagerSession(kind().eval(), torch.ones(3, 9), dynamic_shapes={"x": {1: "length"}})
     found = torch_export.export(eager.module, eager.calling)
     assert 134 in found.boundaries["length"]  # the probes ask there
     assert int is builtins.int
-    assert not {"int", "type"} & set(vars(sys.modules[__name__]))
+    assert not {"int", "type", "hasattr"} & set(vars(sys.modules[__name__]))
+    assert is_rare.dispatch(str) is not is_rare.dispatch(int)
 
 
 def test_types_are_what_they_are_where_a_model_that_asks_for_them_is_followed() -> None:

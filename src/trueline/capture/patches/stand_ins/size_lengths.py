@@ -191,21 +191,49 @@ def _asks_for_types(code: CodeType) -> bool:
 
 @contextmanager
 def keep_types(module: torch.nn.Module) -> Iterator[None]:
-    """In the block, `isinstance(n, int)` and `type(n) is int` of a size hold in the user's code of `module`, as they do
-    without a trace. `isinstance(n, numbers.Integral)` holds in this process from then on."""
+    """In the block, `isinstance(n, int)`, `type(n) is int` and `hasattr(n, "to_bytes")` of a size hold in the user's
+    code of `module`, and `functools.singledispatch` takes it for an int, as without a trace. `isinstance(n,
+    numbers.Integral)` holds in this process from then on."""
     numbers.Integral.register(torch.SymInt)
     numbers.Real.register(torch.SymFloat)
-    asking = (one for one in _functions_of(module) if _asks_for_types(one.__code__))
-    scopes = {id(function.__globals__): function.__globals__ for function in asking}
-    added = [(scope, name, ours) for scope in scopes.values() for name, ours in _TYPES.items() if name not in scope]
+    functions = _functions_of(module)
+    asking = [one for one in functions if _asks_for_types(one.__code__)]
+    added: dict[tuple[int, str], tuple[dict[str, Any], Any]] = {
+        (id(one.__globals__), name): (one.__globals__, ours) for one in asking for name, ours in _TYPES.items()
+    }
+    for one in functions:
+        for name in names_in(one.__code__):
+            named = one.__globals__.get(name, hasattr if name == "hasattr" else None)
+            if named is hasattr or (hasattr(named, "registry") and hasattr(named, "dispatch")):
+                added[id(one.__globals__), name] = (one.__globals__, _has if named is hasattr else _dispatch_by(named))
+    before = {key: scope.get(key[1]) for key, (scope, _) in added.items()}
     try:
-        for scope, name, ours in added:
-            scope[name] = ours
+        for key, (scope, ours) in added.items():
+            if before[key] is None or key[1] not in _TYPES:
+                scope[key[1]] = ours
         yield
     finally:
-        for scope, name, ours in added:
-            if scope.get(name) is ours:
-                del scope[name]
+        for key, (scope, ours) in added.items():
+            if scope.get(key[1]) is ours:
+                scope[key[1]] = before[key]
+                if before[key] is None:
+                    del scope[key[1]]
+
+
+def _as_plain(thing: Any) -> Any:
+    """A number of Python's own for a symbolic one."""
+    return 0 if isinstance(thing, torch.SymInt) else 0.0 if isinstance(thing, torch.SymFloat) else thing
+
+
+def _has(thing: Any, name: str) -> bool:
+    return hasattr(_as_plain(thing), name)
+
+
+def _dispatch_by(generic: Any) -> Any:
+    def call(first: Any, *given: Any, **named: Any) -> Any:
+        return generic.dispatch(type(_as_plain(first)))(first, *given, **named)
+
+    return functools.wraps(generic)(call)
 
 
 def is_cause(message: str) -> bool:

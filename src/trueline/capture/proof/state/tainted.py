@@ -44,6 +44,9 @@ class Decisions:
         turned = self.flip is not None and 0 <= len(self.lines) - 1 - self.flip < self.together
         return not result if turned else result
 
+    def lose(self) -> None:
+        """A text or a key is made of a number: what becomes of it is not seen."""
+
     def goes_on(self) -> bool:
         """Whether the line of the last one that was turned asked once more."""
         if self.flip is None or self.together == MOST_TOGETHER:
@@ -181,6 +184,18 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {
 }
 
 
+_LOST = "__hash__ __str__ __repr__ __format__ hex to_bytes as_integer_ratio"
+"""Methods that make something else than a number."""
+
+
+def _lose(name: str) -> Callable[..., Any]:
+    def lose(self: Any, *given: Any, **named: Any) -> Any:
+        vars(self)["decisions"].lose()
+        return getattr(plain_of(self), name)(*given, **named)
+
+    return lose
+
+
 def _equip(kind: Any) -> None:
     """Gives a class of numbers the operators that note decisions."""
     for name in _BINARY.split():
@@ -194,8 +209,10 @@ def _equip(kind: Any) -> None:
             setattr(kind, f"__{name}__", _compute(function, reflected=False))
     for name in ("lt", "le", "eq", "ne", "gt", "ge"):
         setattr(kind, f"__{name}__", _compare(getattr(operator, name)))
+    for name in _LOST.split():
+        if hasattr(kind, name):
+            setattr(kind, name, _lose(name))
     kind.__bool__ = lambda self: bool(self != 0)
-    kind.__hash__ = lambda self: hash(plain_of(self))
     kind.__reduce__ = lambda self: (type(plain_of(self)), (plain_of(self),))
     kind.__copy__ = kind.__deepcopy__ = lambda self, *_: plain_of(self)
 

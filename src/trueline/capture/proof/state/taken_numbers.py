@@ -2,10 +2,12 @@
 attribute or a list that keeps it.
 
 Each is replaced by a number that notes its decisions (`tainted.py`), so it does not matter on which way it comes to a
-test. Followed are comparisons; a key or a text that is made of a number is seen by the syntax of its function alone.
+test. Followed are comparisons, and where a text or a key is made of a number that is not only printed; what else a
+function in C makes of one is seen by the syntax of its file alone.
 """
 
 import sys
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -15,7 +17,7 @@ from torch.utils._pytree import tree_map
 
 from trueline.capture.model import code_paths
 from trueline.capture.model.code_paths import Event, SourceLine
-from trueline.capture.model.syntax import decides, nodes_of, spans, tests_of
+from trueline.capture.model.syntax import decides, nodes_of, prints, spans, tests_of
 from trueline.capture.proof.limits import find_functions
 from trueline.capture.proof.state import tainted
 from trueline.capture.proof.state.tainted import Decisions, NotingFloat, NotingInt, mark
@@ -30,25 +32,58 @@ class Outcomes(Decisions):
     def __init__(self) -> None:
         super().__init__()
         self._seen: dict[tuple[SourceLine, int], set[bool]] = {}
+        self._lost = dict[SourceLine, None]()
 
     def take(self, result: bool) -> bool:
-        frame = sys._getframe(1)
-        while frame.f_back is not None and frame.f_code.co_filename == tainted.__file__:
-            frame = frame.f_back
-        file = frame.f_code.co_filename
-        if code_paths.is_users(file) and not code_paths.is_installed(file):
-            self._seen.setdefault((code_paths.line_at(frame), frame.f_lasti), set()).add(result)
+        place = _find_place()
+        if place is not None:
+            self._seen.setdefault(place, set()).add(result)
         return result
+
+    def lose(self) -> None:
+        place = _find_place()
+        if place is not None and not prints(place[0].file, place[0].line):
+            self._lost[place[0]] = None
 
     def mark(self, values: Any) -> Any:
         """The same, whose numbers note what they decide."""
         return tree_map(lambda one: mark(one, self), values)
 
     def find_one_sided(self) -> Iterator[SourceLine]:
-        """The lines that had one outcome only, without those that only raise."""
+        """The lines that had one outcome only, without those that only raise, and those that made a text or a key."""
+        yield from self._lost
         for (place, _), outcomes in self._seen.items():
             if len(outcomes) < 2 and not _only_raises(place):
                 yield place
+
+
+def _find_place() -> tuple[SourceLine, int] | None:
+    """The user's line, and its instruction, from which a method of a number was called; None for a library's."""
+    frame = sys._getframe(2)
+    while frame.f_back is not None and frame.f_code.co_filename == tainted.__file__:
+        frame = frame.f_back
+    file = frame.f_code.co_filename
+    users = code_paths.is_users(file) and not code_paths.is_installed(file)
+    return (code_paths.line_at(frame), frame.f_lasti) if users else None
+
+
+@contextmanager
+def watch_threads() -> Iterator[list[SourceLine]]:
+    """The user's lines that start a thread in the block: neither a trace nor a watch sees what that computes."""
+    lines: list[SourceLine] = []
+    plain = threading.Thread.start
+
+    def start(thread: threading.Thread) -> None:
+        place = code_paths.current_line()
+        if place is not None:
+            lines.append(place)
+        plain(thread)
+
+    threading.Thread.start = start  # type: ignore[method-assign, assignment]
+    try:
+        yield lines
+    finally:
+        threading.Thread.start = plain  # type: ignore[method-assign]
 
 
 def _only_raises(place: SourceLine) -> bool:
