@@ -25,6 +25,7 @@ from trueline.recipe.contract import Recipe
 from trueline.recipe.load import load_recipe
 from trueline.runtime.open import open_program, open_session
 from worlds import marks, recipes
+from worlds.cases import few
 from worlds.models import Mlp
 
 pytestmark = pytest.mark.slow  # captures models
@@ -75,6 +76,7 @@ def trained() -> Mlp:
     return model.train()
 
 
+@pytest.mark.jobs
 def test_a_model_left_in_training_mode_is_captured_in_evaluation_mode(out: Path) -> None:
     model = trained()
     before = {name: buffer.clone() for name, buffer in model.named_buffers()}
@@ -165,6 +167,7 @@ def captured(tmp_path: Path) -> Path:
     return tmp_path / "b"
 
 
+@pytest.mark.jobs
 def test_a_bundle_of_a_newer_schema_is_refused_with_both_numbers(captured: Path) -> None:
     manifest = json.loads((captured / "bundle.json").read_text())
     (captured / "bundle.json").write_text(json.dumps({**manifest, "schema": 2, "something": "new"}))
@@ -173,6 +176,7 @@ def test_a_bundle_of_a_newer_schema_is_refused_with_both_numbers(captured: Path)
     assert "capture the model again" in found.value.hint
 
 
+@pytest.mark.jobs
 def test_a_program_that_is_torn_is_refused_by_bundle_and_by_session(captured: Path) -> None:
     bundle = open_bundle(captured)
     path = bundle.program_path()
@@ -194,6 +198,7 @@ def test_a_program_that_was_tampered_with_is_refused_by_bundle(captured: Path) -
         open_bundle(captured)
 
 
+@pytest.mark.jobs
 @pytest.mark.slow
 def test_missing_external_data_is_named_by_bundle_and_refused_by_session(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -233,11 +238,15 @@ def full(*_: Any, **__: Any) -> Any:
 
 @pytest.mark.parametrize(
     ("owner", "name", "format"),
-    [
-        (zipfile.ZipFile, "writestr", "torch_export"),
-        (os, "fsync", "torch_export"),
-        pytest.param(onnx_ir, "save", "onnx", marks=pytest.mark.slow),
-    ],
+    few(
+        [
+            (zipfile.ZipFile, "writestr", "torch_export"),
+            (os, "fsync", "torch_export"),
+            pytest.param(onnx_ir, "save", "onnx", marks=pytest.mark.slow),
+        ],
+        1,
+        pytest.mark.jobs,
+    ),
 )
 def test_a_disk_that_is_full_while_emitting_or_sealing_is_said_and_nothing_is_left(
     out: Path, monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, format: str
@@ -252,6 +261,7 @@ def test_a_disk_that_is_full_while_emitting_or_sealing_is_said_and_nothing_is_le
     assert not out.exists()
 
 
+@pytest.mark.jobs
 def test_a_full_disk_does_not_take_the_bundle_that_was_there(captured: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before = open_bundle(captured).digest
     with monkeypatch.context() as patched:
@@ -273,6 +283,7 @@ class Doubled(nn.Module):
         return self.layer(x.double()[:, None]).flatten(1).float()  # doubled
 
 
+@pytest.mark.jobs
 def test_a_precision_that_a_runtime_has_not_is_refused_by_name_with_the_line_and_no_folder(out: Path) -> None:
     found = capture(recipe(Doubled), None, out)
     attempts = {one["format"]: one for one in open_bundle(out).lineage()["attempts"]}
@@ -322,14 +333,18 @@ class Waves(nn.Module):
 
 @pytest.mark.parametrize(
     ("model", "examples", "words", "mark"),
-    [
-        (Squeezed, torch.randn(3, 4), "has shape", "squeezed"),
-        (Beside, torch.randn(3, 4), "'temperature' of the model is a float", "beside"),
-        (Sometimes, torch.randn(3, 4), "the model returned 2 tensors, and 1 on its example", "sometimes"),
-        (Unlike, (torch.randn(3, 4), torch.randn(2, 4)), r"\(x: \[3, 4\], h: \[2, 4\]\)", "unlike"),
-        (Sparse, torch.randn(3, 4), r"output 'output' is torch.sparse_coo, which no bundle", "sparse"),
-        (Waves, torch.randn(3, 4), r"output 'output' is complex \(torch.complex64\)", "waves"),
-    ],
+    few(
+        [
+            (Squeezed, torch.randn(3, 4), "has shape", "squeezed"),
+            (Beside, torch.randn(3, 4), "'temperature' of the model is a float", "beside"),
+            (Sometimes, torch.randn(3, 4), "the model returned 2 tensors, and 1 on its example", "sometimes"),
+            (Unlike, (torch.randn(3, 4), torch.randn(2, 4)), r"\(x: \[3, 4\], h: \[2, 4\]\)", "unlike"),
+            (Sparse, torch.randn(3, 4), r"output 'output' is torch.sparse_coo, which no bundle", "sparse"),
+            (Waves, torch.randn(3, 4), r"output 'output' is complex \(torch.complex64\)", "waves"),
+        ],
+        1,
+        pytest.mark.jobs,
+    ),
 )
 def test_a_refusal_of_the_form_of_inputs_and_outputs_names_the_users_line(
     tmp_path: Path, model: type[nn.Module], examples: Any, words: str, mark: str

@@ -121,6 +121,7 @@ def test_a_branch_on_values_is_refused_with_its_line(tmp_path: Path, capfd: pyte
     assert capfd.readouterr() == ("", "")
 
 
+@pytest.mark.jobs
 @pytest.mark.slow
 def test_torchscript_stands_in_where_no_graph_can_hold_the_model_and_every_refusal_is_on_record(tmp_path: Path) -> None:
     captured = capture(recipe(Branch), None, tmp_path / "b")
@@ -147,6 +148,7 @@ def test_torchscript_stands_in_where_no_graph_can_hold_the_model_and_every_refus
     assert models.place_of("data branch") in shown
 
 
+@pytest.mark.jobs
 def test_a_branch_on_the_shape_leaves_a_range_that_every_program_enforces(tmp_path: Path) -> None:
     seen: list[dict[str, Any]] = []
     with events.listening(lambda name, fields: seen.append(fields) if name == "program.proven" else None):
@@ -162,6 +164,7 @@ def test_a_branch_on_the_shape_leaves_a_range_that_every_program_enforces(tmp_pa
             session.run({"x": np.zeros((9, 8), np.float32)})
 
 
+@pytest.mark.jobs
 def test_a_program_that_holds_for_large_batches_only_is_refused(tmp_path: Path) -> None:
     with pytest.raises(NotProven, match="a server has to answer a single request"):
         capture(recipe(OnlyMany), None, tmp_path / "b", formats=["torch_export"])
@@ -220,6 +223,7 @@ def test_the_search_for_pickles_finds_one(tmp_path: Path) -> None:
     assert any(holds_pickle(content) for _, content in every_file(tmp_path))
 
 
+@pytest.mark.jobs
 @pytest.mark.slow
 def test_the_lineage_says_recipe_data_checkpoint_and_certificates(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -242,6 +246,7 @@ def test_the_lineage_says_recipe_data_checkpoint_and_certificates(
     np.testing.assert_allclose(open_program(bundle).run({"x": x})["output"], wanted, atol=1e-5)
 
 
+@pytest.mark.jobs
 def test_golden_examples_are_the_users_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Recipe, "source", lambda self, mode: Rows(9))
     capture(recipe(Mlp, dataset=never), None, tmp_path / "b", formats=["torch_export"])
@@ -264,6 +269,7 @@ def test_an_example_that_does_not_fit_the_model_is_refused_in_words(tmp_path: Pa
         capture(recipe(Mlp, examples=lambda: torch.randn(4, 9)), None, tmp_path / "b")
 
 
+@pytest.mark.jobs
 @pytest.mark.slow
 def test_one_example_as_numpy_is_enough(tmp_path: Path) -> None:
     one = recipe(Mlp, examples=lambda: {"x": np.ones((1, 8), np.float32)})
@@ -312,6 +318,7 @@ def test_weights_in_a_file_need_a_model_and_examples_alone(tmp_path: Path) -> No
     assert run(["bundle", "verify", f"{tmp_path}/b", *against]) == 0
 
 
+@pytest.mark.jobs
 @pytest.mark.slow
 def test_a_full_disk_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: object) -> None:
@@ -324,6 +331,7 @@ def test_a_full_disk_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.jobs
 def test_progress_is_told_as_it_is_made(tmp_path: Path) -> None:
     seen: list[tuple[str, dict[str, Any]]] = []
     with events.listening(lambda name, fields: seen.append((name, dict(fields)))):

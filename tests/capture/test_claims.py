@@ -191,6 +191,7 @@ def test_a_memory_that_shows_only_after_other_questions_is_called_so_with_its_li
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.jobs
 def test_verify_proves_a_bundle_again_and_a_recipe_of_another_model_fails_it(tmp_path: Path) -> None:
     bundle = captured(Hole, tmp_path / "b")
     alone = verify(bundle)
@@ -240,6 +241,7 @@ def test_verify_opens_machine_code_only_for_who_trusts_its_maker(tmp_path: Path)
     assert "is no AOTInductor package" in opened.programs[0].why
 
 
+@pytest.mark.jobs
 def test_seed_0_asks_the_values_of_the_capture_again(tmp_path: Path) -> None:
     blanks: dict[str, Any] = {"examples": lambda: torch.arange(60.0).reshape(3, 5, 4), "dynamic_shapes": lengths}
     bundle = captured(Hole, tmp_path / "b", **blanks)

@@ -79,6 +79,7 @@ def captured(model: nn.Module, out: Path, *shapes: tuple[int, ...], **options: A
     return open_bundle(out), made
 
 
+@pytest.mark.jobs
 @pytest.mark.parametrize(
     ("model", "shapes"),
     few(
@@ -122,6 +123,7 @@ def test_a_program_of_few_sizes_gives_way_to_torchscript_that_takes_all_examples
         np.testing.assert_allclose(open_program(bundle).run({"x": x})["output"], expected)
 
 
+@pytest.mark.jobs
 def test_a_format_that_leaves_out_an_example_is_sealed_with_a_warning(tmp_path: Path) -> None:
     seen: list[str] = []
     with events.listening(lambda name, fields: seen.append(name)):
@@ -202,6 +204,7 @@ def beams() -> Iterator[tuple[Tensor, Tensor]]:
         yield torch.randn(batch * 3, 7), torch.randn(batch, 3)
 
 
+@pytest.mark.jobs
 @pytest.mark.parametrize(
     ("model", "given", "guard"),
     few(

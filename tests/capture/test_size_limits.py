@@ -208,7 +208,8 @@ def test_records_one_by_one_without_a_limit_are_claimed_as_far_as_they_were_comp
 
 
 @pytest.mark.parametrize(
-    ("model", "lengths", "symbol", "most"), [(Positions, True, "length", 128), (Records, False, "batch", 100)]
+    ("model", "lengths", "symbol", "most"),
+    few([(Positions, True, "length", 128), (Records, False, "batch", 100)], 1, pytest.mark.jobs),
 )
 def test_a_claim_ends_where_the_model_itself_does_far_beyond_the_usual_probes(
     model: type[nn.Module], lengths: bool, symbol: str, most: int, tmp_path: Path
@@ -289,6 +290,7 @@ def test_a_guard_that_fails_only_at_some_large_sizes_is_kept(tmp_path: Path) -> 
     assert allowed == [True, False, False, True, False, True]
 
 
+@pytest.mark.jobs
 def test_a_guard_in_functions_of_torch_is_read(tmp_path: Path) -> None:
     assert captured(Root, tmp_path / "b", lengths=True).signature.dims["length"] == Dim(max=80)
 
@@ -375,6 +377,7 @@ class Spelt(nn.Module):
         return x * 3 if f"{x.shape[0]}x{x.shape[1]}" == "33x450" else x
 
 
+@pytest.mark.jobs
 @pytest.mark.parametrize(
     ("model", "batch", "length"),
     [*few([(At, 93, 1871)], 0, pytest.mark.jobs), *few([(Between, 31, 400), (Spelt, 33, 450), (Keyed, 33, 450)], 1)],

@@ -25,6 +25,7 @@ from trueline.capture.model import code_paths
 from trueline.capture.time_limit import OutOfTime, TimeLimit
 from trueline.errors import CaptureError, NotProven, UsageError
 from trueline.runtime.session import Format
+from worlds.cases import few
 from worlds.models import Mlp
 from worlds.recipes import untrained
 
@@ -210,6 +211,7 @@ def endless_onnx(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(ladder.EMITTERS, "onnx", lambda *_: spin())
 
 
+@pytest.mark.jobs
 @pytest.mark.slow
 @pytest.mark.usefixtures("endless_export")
 def test_where_the_export_does_not_end_torchscript_is_sealed(tmp_path: Path) -> None:
@@ -226,7 +228,7 @@ def test_where_the_export_does_not_end_torchscript_is_sealed(tmp_path: Path) -> 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("endless_onnx")
-@pytest.mark.parametrize("formats", [None, ["onnx", "torch_export"]])
+@pytest.mark.parametrize("formats", few([None, ["onnx", "torch_export"]], 1, pytest.mark.jobs))
 def test_what_is_proven_is_sealed_where_another_format_does_not_end(
     formats: list[Format] | None, tmp_path: Path
 ) -> None:

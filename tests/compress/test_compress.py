@@ -33,6 +33,7 @@ def files_of(folder: Path) -> dict[str, str]:
     return {str(path.relative_to(folder)): sha256_file(path) for path in folder.rglob("*") if path.is_file()}
 
 
+@pytest.mark.jobs
 def test_the_smallest_that_keeps_the_budget_is_sealed_and_proven_and_the_parent_untouched(
     trained: compressible.Compressible, tmp_path: Path
 ) -> None:

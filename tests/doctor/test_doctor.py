@@ -334,6 +334,7 @@ def test_only_the_part_that_needs_it_is_rewritten_and_the_whole_waits_for_it() -
     assert list(found.rows) == ["(model)", "first", "middle", "last"]
 
 
+@pytest.mark.jobs
 def test_the_edited_text_runs_with_the_models_own_parameters() -> None:
     model = models.EarlyReturn().eval()
     found = examined(model, torch.randn(3, 4))

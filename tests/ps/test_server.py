@@ -87,6 +87,7 @@ def test_a_server_that_is_back_gets_what_was_not_acknowledged(servers: World) ->
     client.close()
 
 
+@pytest.mark.jobs
 def test_kills_at_any_instant_lose_nothing_and_repeat_nothing(servers: World) -> None:
     client = servers.client(servers.begin(2), outstanding=8)
     done: list[tuple[int, int]] = []
@@ -316,6 +317,7 @@ def test_a_push_with_an_old_routing_is_refused_in_full_and_sent_anew(servers: Wo
     without.close()
 
 
+@pytest.mark.jobs
 def test_the_files_of_a_cut_give_any_number_of_servers_the_same_state(servers: World) -> None:
     old = servers.begin(2)
     client = servers.client(old)

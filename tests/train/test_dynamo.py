@@ -114,6 +114,7 @@ print("Optimizer.zero_grad" in name)
     assert run(EAGER + check) == "True"
 
 
+@pytest.mark.jobs
 def test_no_module_of_a_worker_imports_it() -> None:
     modules = ", ".join([*WORKERS.values(), *PRELOAD])
     assert run(f"import sys, {modules}\nprint({PARTS})") == "[]"

@@ -114,6 +114,8 @@ def test_a_quotient_that_floats_round_is_left_as_it_is(condition: str) -> None:
         "math.trunc(0.29 * d0) != math.trunc(0.7 * d1)",
         "round(0.7 * d0) != d1",
         "math.ceil(d0 / 3) != 2 * d1 - 1",
+        "224 / d0 != 112 / d1",
+        "abs(d0 / 4 - 0.5) != max(0.2 * d1, 3)",
         "math.floor(-0.3 * d0) + d0 != math.trunc(0.07 * torch.sym_float(d1) - 5.5)",
     ],
 )
@@ -139,7 +141,9 @@ def test_sizes_that_floats_take_for_equal_are_kept_apart_in_whole_numbers(condit
     assert apart.holds({"height": 30, "width": 119})
 
 
-@pytest.mark.parametrize("condition", ["d0 ** 0.5 != d1", "math.sin(d0) != d1", "d0 / d1 != 1.25"])
+@pytest.mark.parametrize(
+    "condition", ["d0 ** 0.5 != d1", "math.sin(d0) != d1", "round(d0 / d1) != 2 * d1", "d1 / (d0 - 9) != d0"]
+)
 def test_what_is_no_quotient_of_whole_numbers_is_not_kept_apart(condition: str) -> None:
     tree = ast.parse(condition, mode="eval").body
     assert isinstance(tree, ast.Compare)

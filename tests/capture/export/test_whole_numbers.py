@@ -30,6 +30,7 @@ class HashesItsLength(nn.Module):
         return x.mean(1) + x.shape[1] ** 5 % 97
 
 
+@pytest.mark.jobs
 def test_a_length_whose_power_passes_2_to_the_63_is_not_claimed(tmp_path: Path) -> None:
     """6,208 ** 5 is the last that is below."""
     bundle = captured(HashesItsLength, tmp_path / "b", **LENGTHS)

@@ -65,6 +65,7 @@ def test_a_cache_that_is_written_at_a_position_is_a_graph_that_follows_the_model
             state = {given: answer[left] for given, left in bundle.signature.state.items()}
 
 
+@pytest.mark.jobs
 @pytest.mark.slow
 @pytest.mark.parametrize("position", few([60, 70, -1], 1, pytest.mark.jobs))
 def test_a_slice_that_the_model_cannot_write_is_refused_by_the_program_too(

@@ -191,6 +191,7 @@ def test_it_is_sealed_in_both_formats_and_answers_at_other_sizes(
             torch.testing.assert_close(torch.as_tensor(ours), theirs, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.jobs
 @pytest.mark.slow
 def test_a_request_whose_inputs_count_other_records_is_refused(tmp_path: Path) -> None:
     recipe = untrained(Recurrent, name="m", examples=lambda: (torch.randn(3, 6, 4), torch.randn(2, 3, 5)))

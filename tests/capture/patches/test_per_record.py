@@ -85,6 +85,7 @@ def test_a_model_that_loops_over_its_records_is_proven_for_any_batch_in_both_for
         assert batches >= {1, 2, 3, 32}
 
 
+@pytest.mark.jobs
 def test_a_batch_that_only_a_guard_of_several_sizes_fixes_is_taken_record_by_record_too() -> None:
     pick = torch.tensor([0, 5, 2])
     shorter, longer = ((torch.randint(0, 20, (3, length)), pick) for length in (3, 16))

@@ -86,6 +86,7 @@ def guilty(model: nn.Module) -> disagreement.Submodule | None:
     return disagreement.blame("torch_export", exported, eager, eager.example, Path())[1]
 
 
+@pytest.mark.jobs
 def test_the_refusal_names_the_frozen_submodule_its_class_and_where_that_is_defined(tmp_path: Path) -> None:
     torch.manual_seed(0)
     with pytest.raises(NotProven) as refused:

@@ -15,6 +15,7 @@ from trueline.capture.proof import far_sizes
 from trueline.capture.proof.far_sizes import FarAnswer, FarSizes
 from trueline.capture.size_limits import find_range
 from worlds import recipes
+from worlds.cases import few
 
 
 class Table(nn.Module):
@@ -105,11 +106,15 @@ class Plain(nn.Module):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "dear_s", "claimed"),
-    [
-        (Plain, 20.0, "batch from 1 up, no bound; length from 1 up, no bound"),
-        (Plain, 0.0, "batch from 1 to 256 (probed so far); length from 1 to 10 (probed so far)"),
-        (Positions, 20.0, "batch from 1 up, no bound; length from 1 to 100"),
-    ],
+    few(
+        [
+            (Plain, 20.0, "batch from 1 up, no bound; length from 1 up, no bound"),
+            (Plain, 0.0, "batch from 1 to 256 (probed so far); length from 1 to 10 (probed so far)"),
+            (Positions, 20.0, "batch from 1 up, no bound; length from 1 to 100"),
+        ],
+        1,
+        pytest.mark.jobs,
+    ),
 )
 def test_a_model_whose_calls_take_all_the_time_is_claimed_without_a_bound_after_one_far_call_and_not_before(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: type[nn.Module], dear_s: float, claimed: str

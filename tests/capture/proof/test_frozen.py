@@ -240,7 +240,7 @@ OF_IDS = (
 CASES = [*((kind, torch.randn(3, 4)) for kind in OF_FLOATS), *((kind, IDS) for kind in OF_IDS)]
 
 
-@pytest.mark.parametrize(("kind", "example"), few([pytest.param(*one, id=one[0].__name__) for one in CASES], 4))
+@pytest.mark.parametrize(("kind", "example"), few([pytest.param(*one, id=one[0].__name__) for one in CASES], 2))
 def test_a_value_that_a_trace_does_not_see_decides_nothing_in_what_is_sealed(
     kind: type[nn.Module], example: Tensor, tmp_path: Path
 ) -> None:
@@ -285,6 +285,7 @@ class AddsUpInSinglePrecision(nn.Module):
         return x * (2 if x.sum().item().hex().endswith("0p+5") else 1)
 
 
+@pytest.mark.jobs
 @pytest.mark.parametrize("kind", few([AddsUpInSinglePrecision, AddsUp, AddsUpUnlessTraced], 1, pytest.mark.jobs))
 def test_a_range_of_values_hides_no_branch_that_more_values_of_it_take(kind: type[nn.Module], tmp_path: Path) -> None:
     with pytest.raises(NotProven, match=rf"{Path(__file__).name}:\d+: .*(sum|large)\("):
@@ -449,14 +450,18 @@ class CountsWords(nn.Module):
 
 @pytest.mark.parametrize(
     ("kind", "example"),
-    [
-        (CountsWords, torch.randint(0, 12, (6, 5))),
-        pytest.param(Packs, (torch.randn(3, 5, 4), torch.tensor([5, 2, 4])), marks=pytest.mark.jobs),
-        pytest.param(PacksByAList, (torch.randn(3, 5, 4), torch.tensor([5, 2, 4])), marks=pytest.mark.jobs),
-        pytest.param(PacksInACall, (torch.randn(3, 5, 4), torch.tensor([5, 2, 4])), marks=pytest.mark.jobs),
-        (EndsInNumpy, torch.randn(6, 4)),
-        (ChoosesExperts, torch.randn(6, 4)),
-    ],
+    few(
+        [
+            (CountsWords, torch.randint(0, 12, (6, 5))),
+            pytest.param(Packs, (torch.randn(3, 5, 4), torch.tensor([5, 2, 4])), marks=pytest.mark.jobs),
+            pytest.param(PacksByAList, (torch.randn(3, 5, 4), torch.tensor([5, 2, 4])), marks=pytest.mark.jobs),
+            pytest.param(PacksInACall, (torch.randn(3, 5, 4), torch.tensor([5, 2, 4])), marks=pytest.mark.jobs),
+            (EndsInNumpy, torch.randn(6, 4)),
+            (ChoosesExperts, torch.randn(6, 4)),
+        ],
+        1,
+        pytest.mark.jobs,
+    ),
 )
 def test_sizes_that_follow_from_values_inside_of_layers_are_no_reason_to_refuse(
     kind: type[nn.Module], example: Any, tmp_path: Path

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from capture.proof.test_state import examine_eager
 from trueline.capture.model.eager import EagerSession
 from trueline.capture.proof.determinism import check_rare
+from worlds.cases import few
 
 
 def is_elsewhere() -> bool:
@@ -65,7 +66,9 @@ def eager_of(model: nn.Module) -> EagerSession:
     return EagerSession(model.eval(), torch.tensor([[0.1, 0.2], [-0.1, 0.0], [0.05, 0.1]]))
 
 
-@pytest.mark.parametrize("read", READERS.values(), ids=READERS)
+@pytest.mark.parametrize(
+    "read", few([pytest.param(read, id=name) for name, read in READERS.items()], 1, pytest.mark.jobs)
+)
 def test_what_is_read_outside_is_refused_though_the_answer_to_the_example_hides_it(read: Callable[[], Any]) -> None:
     assert check_rare(eager_of(Looks(read))) is None
     found = examine_eager(eager_of(Looks(read)))
@@ -80,6 +83,7 @@ def test_a_counter_is_refused_though_the_answer_to_the_example_hides_it() -> Non
     assert "keeps a state" in found.why
 
 
+@pytest.mark.jobs
 def test_what_is_read_for_a_log_alone_stays() -> None:
     seconds = itertools.count()
     assert examine_eager(eager_of(Looks(lambda: print(next(seconds), time.time())))) is None  # type: ignore[func-returns-value]

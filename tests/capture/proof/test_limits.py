@@ -63,6 +63,7 @@ def test_a_bound_that_leaves_no_memory_for_a_thread_does_not_end_the_process():
     assert (ended.returncode, ended.stdout) == (0, "1048576.0\n"), ended.stderr
 
 
+@pytest.mark.jobs
 def test_a_large_program_that_refers_to_itself_is_freed_with_its_memory() -> None:
     class Program:
         def __init__(self) -> None:

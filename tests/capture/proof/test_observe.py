@@ -129,6 +129,7 @@ class Normalized(nn.Module):
         return torch.linalg.eigvals(x / x.sum((1, 2), keepdim=True)).abs()
 
 
+@pytest.mark.jobs
 def test_finite_numbers_of_which_a_model_makes_nan_for_lapack_are_refused_by_model_and_program(tmp_path: Path) -> None:
     examples = torch.rand(4, 3, 3, generator=torch.Generator().manual_seed(0))
     recipe = untrained(Normalized, name="normalized", examples=lambda: examples)

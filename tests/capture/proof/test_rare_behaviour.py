@@ -22,6 +22,7 @@ from trueline.capture.proof.probes import make_probes
 from trueline.errors import CaptureError, NotProven
 from trueline.runtime.open import open_program
 from worlds import marks, recipes
+from worlds.cases import few
 
 pytestmark = pytest.mark.slow
 
@@ -176,17 +177,29 @@ def captured(model: Any, out: Path, **options: Any) -> Bundle:
 
 @pytest.mark.parametrize(
     ("model", "words", "mark"),
-    [
-        (DropsALayer, r"draws random numbers outside of torch \(random\), and it answers differently when", "seldom"),
-        (NoisyNumpy, "draws random numbers outside of torch, and it answers equal inputs differently", "numpy"),
-        (WarmsUp, "keeps a state in the Python attribute calls: it answers differently when that is 999", "warming"),
-        (TakesItsScale, r"changes itself when it is first called \(scale, ready\)", "first batch"),
-        (WorksInABuffer, r"works in its own buffers when it is called \(rows\)", "working room"),
-        (KeepsAMean, r"\(means\): it answers differently after another input", "mean of a size"),
-        (TakesAPlainScale, r"\(scale\): it answers differently after another input", "plain scale"),
-        (Toggles, r"MODE\): it answers differently after another input", "toggled"),
-        (TakesNotes, r"\(notes.first\): it answers differently after another input", "notes"),
-    ],
+    few(
+        [
+            (
+                DropsALayer,
+                r"draws random numbers outside of torch \(random\), and it answers differently when",
+                "seldom",
+            ),
+            (NoisyNumpy, "draws random numbers outside of torch, and it answers equal inputs differently", "numpy"),
+            (
+                WarmsUp,
+                "keeps a state in the Python attribute calls: it answers differently when that is 999",
+                "warming",
+            ),
+            (TakesItsScale, r"changes itself when it is first called \(scale, ready\)", "first batch"),
+            (WorksInABuffer, r"works in its own buffers when it is called \(rows\)", "working room"),
+            (KeepsAMean, r"\(means\): it answers differently after another input", "mean of a size"),
+            (TakesAPlainScale, r"\(scale\): it answers differently after another input", "plain scale"),
+            (Toggles, r"MODE\): it answers differently after another input", "toggled"),
+            (TakesNotes, r"\(notes.first\): it answers differently after another input", "notes"),
+        ],
+        1,
+        pytest.mark.jobs,
+    ),
 )
 def test_what_a_model_does_once_or_seldom_is_called_so_with_its_line(
     tmp_path: Path, model: type[nn.Module], words: str, mark: str

@@ -34,6 +34,7 @@ from trueline.capture.proof.surroundings.reading_log import ReadingLog, is_plain
 from trueline.capture.proof.surroundings.replay import replay_elsewhere
 from trueline.capture.proof.surroundings.rewritten import find_readers
 from worlds import marks
+from worlds.cases import few
 
 LOCAL = threading.local()
 LOCAL.scale = 3
@@ -129,7 +130,9 @@ def test_the_refusal_names_what_is_read_and_its_line() -> None:
     assert marks.place_of(__file__, "once") in str(found.place)
 
 
-@pytest.mark.parametrize("read", [lambda: os.umask(0o22), sys.getswitchinterval, threading.stack_size])
+@pytest.mark.parametrize(
+    "read", few([lambda: os.umask(0o22), sys.getswitchinterval, threading.stack_size], 1, pytest.mark.jobs)
+)
 def test_a_decision_that_such_a_value_hardly_ever_takes_is_refused(read: Callable[[], Any]) -> None:
     assert find_unsteady(Decides(read)) is not None
 

@@ -78,6 +78,7 @@ class Spared(nn.Module):
         return keep * score
 
 
+@pytest.mark.jobs
 def test_a_name_that_each_step_computes_again_has_no_value_on_the_other_way() -> None:
     diff = healed(Spared(), torch.randn(5, 2), torch.randn(1, 2), torch.randn(17, 2))
     assert "torch.where(keep[" in diff

@@ -18,6 +18,7 @@ from trueline import serve
 from trueline.bundle import pack
 from trueline.serve import RunningServer
 from worlds import archives, bundles, servers
+from worlds.cases import few
 from worlds.waiting import until, until_ended
 
 pytestmark = pytest.mark.slow
@@ -82,7 +83,7 @@ def kill(running: RunningServer | subprocess.Popen[bytes], *, guards: bool) -> N
     psutil.wait_procs(tree, timeout=0)
 
 
-@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("processes", few([1, 2], 1, pytest.mark.jobs))
 def test_what_handlers_started_ends_with_a_killed_server_and_its_folders_go(
     temporary: Path, store: Path, tmp_path: Path, processes: int
 ) -> None:
@@ -94,6 +95,7 @@ def test_what_handlers_started_ends_with_a_killed_server_and_its_folders_go(
         until(lambda: not [one for one in left(temporary) if "archive" in one or "life" in one], "no folders")
 
 
+@pytest.mark.jobs
 def test_a_server_that_starts_cleans_up_after_killed_ones_whose_guards_were_killed_too(
     temporary: Path, store: Path, tmp_path: Path
 ) -> None:

@@ -17,6 +17,7 @@ from trueline.web.auth import is_open
 from trueline.web.messages import Request, Response
 from trueline.web.pages import asks_for_home
 from worlds import browser, bundles, servers
+from worlds.cases import few
 from worlds.servers import StoreApp
 
 ROWS = json.dumps([[1, 2, 3], [4, 5, 6]]).encode()
@@ -152,7 +153,7 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Iterator[browser.Page]:
 
 @pytest.mark.slow
 @needs_browser
-@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("width", few(WIDTHS, 1, pytest.mark.jobs))
 def test_a_browser_shows_the_versions_and_draws_what_they_do(
     served: serve.RunningServer, page: browser.Page, width: int, tmp_path: Path
 ) -> None:

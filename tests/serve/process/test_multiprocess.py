@@ -240,6 +240,7 @@ def _children(pid: int) -> list[psutil.Process]:
     return [one for one in psutil.Process(pid).children() if "trueline.serve" in one.cmdline()]
 
 
+@pytest.mark.jobs
 @pytest.mark.slow
 def test_a_server_whose_process_is_killed_while_it_loads_serves_all_the_same(tmp_path: Path) -> None:
     source, real = tmp_path / "tiny.bundle", bundles.double_plus(tmp_path / "real").path
@@ -273,6 +274,7 @@ def test_a_taken_metrics_port_of_a_further_process_ends_the_start_with_its_numbe
             pass
 
 
+@pytest.mark.jobs
 @pytest.mark.slow
 def test_a_signal_to_all_processes_at_once_hurries_none(tmp_path: Path) -> None:
     """As Ctrl-C in a terminal and systemd's KillMode=control-group send it: accepted requests are answered."""

@@ -38,6 +38,7 @@ from trueline.torchserve.workflows.registry import Workflows
 from trueline.torchserve.workflows.spec import SpecError, functions_of
 from trueline.web.messages import Request, Response
 from worlds import archives, servers
+from worlds.cases import few
 
 FUNCTIONS = """
     import json
@@ -490,6 +491,7 @@ def test_a_node_of_a_workflow_changes_with_the_workflow_alone(store: Path) -> No
     run(store, act)
 
 
+@pytest.mark.jobs
 @pytest.mark.slow
 def test_a_node_that_fails_is_asked_again_and_then_the_request_fails_with_its_name(store: Path) -> None:
     asked = store / "asked"
@@ -540,6 +542,7 @@ def test_a_node_that_fails_is_asked_again_and_then_the_request_fails_with_its_na
     run(store, as_torchserve, strict=True)
 
 
+@pytest.mark.jobs
 @pytest.mark.slow
 def test_a_node_that_takes_longer_than_its_timeout_fails_the_request_and_what_follows_is_not_asked(store: Path) -> None:
     late = store / "late"
@@ -800,7 +803,7 @@ def test_a_workflow_that_is_being_restored_is_503_with_retry_after_and_the_serve
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("archive_of", ["flow.war", "double.mar"])
+@pytest.mark.parametrize("archive_of", few(["flow.war", "double.mar"], 1, pytest.mark.jobs))
 def test_a_workflow_that_a_full_disk_kept_from_being_restored_is_503_and_restored_once_there_is_room(
     store: Path, monkeypatch: pytest.MonkeyPatch, archive_of: str
 ) -> None:

@@ -1,10 +1,12 @@
 """A job of 8 steps an epoch on generated records, quick to import; it counts its records as `counting` does.
 
 TINY_GATE names a step and a file: from so many steps of a process on, each takes a quarter of a second until the file
-is there. So a job is not over before what it is to live through, and need not be long for that.
+is there, but for those of the trial before the first step. So a job is not over before what it is to live through, and
+need not be long for that.
 """
 
 import os
+import sys
 import time
 from pathlib import Path
 
@@ -34,6 +36,13 @@ def wait_for_file(file, most_s):
     until = time.monotonic() + most_s
     while not Path(file).exists() and time.monotonic() < until:
         time.sleep(0.005)
+
+
+def is_in_trial():
+    frame = sys._getframe(1)
+    while frame is not None and not getattr(frame.f_locals.get("batch"), "trial", False):
+        frame = frame.f_back
+    return frame is not None
 
 
 class Gate:
@@ -71,7 +80,7 @@ def model():
 def loss(outputs, labels):
     if os.environ.get("TINY_RAISES"):
         raise ValueError("the labels look odd")
-    if "TINY_GATE" in os.environ:
+    if "TINY_GATE" in os.environ and not is_in_trial():
         GATE.pass_through()
     logits, seen = outputs
     return torch.nn.functional.cross_entropy(logits, labels) - seen.mean()

@@ -155,7 +155,7 @@ KINDS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("make", "name"), few(KINDS, 4, pytest.mark.jobs))
+@pytest.mark.parametrize(("make", "name"), few(KINDS, 1, pytest.mark.jobs))
 def test_a_worker_whose_loss_reads_other_values_than_the_first_ones_does_not_begin(make, name, join):
     first = train(*make(0))
     assert join(first, *make(0)) == [True]
@@ -202,6 +202,7 @@ def test_records_that_each_worker_makes_for_itself_end_the_job(join):
     assert "alike in all workers" in refused.value.hint
 
 
+@pytest.mark.jobs
 def test_a_weight_that_few_records_have_is_compared_by_name(join):
     def make(seed: int) -> tuple[nn.Module, Loss]:
         model, weights = plain_model(), torch.ones(2000)
@@ -227,7 +228,7 @@ def make_weights(kind: str, number: int) -> Any:
     return {"words": {f"{at}" for at in range(2000) if at != 1990 + number}, **made}[kind]
 
 
-@pytest.mark.parametrize("kind", few(["list", "dict", "words", "few"], 2, pytest.mark.jobs))
+@pytest.mark.parametrize("kind", few(["list", "dict", "words", "few"], 1, pytest.mark.jobs))
 def test_items_of_long_collections_and_of_sets_are_compared_though_the_records_do_not_read_them(kind, join):
     def make(number: int) -> tuple[nn.Module, Loss]:
         model, table = plain_model(), make_weights(kind, number)

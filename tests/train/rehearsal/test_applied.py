@@ -175,6 +175,7 @@ class Weighs(World):
         return super().loss(weight * outputs * self.beside, batch)
 
 
+@pytest.mark.jobs
 @pytest.mark.parametrize(
     ("make", "keep", "after", "why"),
     few([
@@ -238,6 +239,7 @@ def test_a_scheduler_that_the_job_does_not_have_is_refused_and_given_ones_train_
     assert world.applied == RECORDS // 12
 
 
+@pytest.mark.jobs
 def test_a_loop_that_keeps_its_best_weights_writes_files_evaluates_and_counts_trains_and_leaves_no_trace_of_the_trial(
     tmp_path,
 ):
@@ -310,7 +312,7 @@ def test_a_warmup_by_a_count_of_the_loop_is_refused_though_it_would_be_over_at_l
         warm_up(count)
 
 
-@pytest.mark.parametrize("count", ["the step", "the job"])
+@pytest.mark.parametrize("count", few(["the step", "the job"], 1, pytest.mark.jobs))
 def test_a_warmup_by_the_step_trains(count):
     warm_up(count)
 
@@ -340,11 +342,18 @@ def add_later(use: Callable[[int, Any], bool], *, epochs: int = 4) -> None:
 
 @pytest.mark.parametrize(
     ("use", "why"),
-    [
-        (lambda number, _: number > 1000, r"the loss uses the number of enumerate\(...\), which each batch changes"),
-        (lambda number, _: number < 12, "it is not made of its parts"),
-        (lambda number, _: number < 3, "once other batches were computed"),
-    ],
+    few(
+        [
+            (
+                lambda number, _: number > 1000,
+                r"the loss uses the number of enumerate\(...\), which each batch changes",
+            ),
+            (lambda number, _: number < 12, "it is not made of its parts"),
+            (lambda number, _: number < 3, "once other batches were computed"),
+        ],
+        1,
+        pytest.mark.jobs,
+    ),
 )
 def test_a_loss_that_follows_from_the_number_of_its_batch_in_the_loop_is_refused(use, why):
     """A worker that joins begins with 0, and a step that is repeated has two numbers."""
@@ -352,6 +361,7 @@ def test_a_loss_that_follows_from_the_number_of_its_batch_in_the_loop_is_refused
         add_later(use, epochs=1000)
 
 
+@pytest.mark.jobs
 def test_a_number_of_batches_that_is_only_logged_or_is_the_place_of_something_trains():
     add_later(lambda _, batch: batch.step > 6)
     names = [str(at) for at in range(200)]

@@ -155,6 +155,7 @@ def test_what_a_recipe_changes_in_few_batches_and_later_ones_use_is_refused(name
     assert "changes something that later batches use" in refused.value.message
 
 
+@pytest.mark.jobs
 @pytest.mark.parametrize(
     ("loss", "make"),
     [

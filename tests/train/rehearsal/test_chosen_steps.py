@@ -172,6 +172,7 @@ REFUSED = [
 ]
 
 
+@pytest.mark.jobs
 @pytest.mark.parametrize(
     ("change", "after", "why"), few(REFUSED, 3, pytest.mark.jobs), ids=[case[0].__name__ for case in REFUSED]
 )
@@ -185,6 +186,7 @@ def test_what_a_loop_changes_in_few_steps_and_uses_in_others_is_refused_before_t
     assert (run.warmth, run.data.strength, run.model[1].p) == (1.0, 1.0, 0.1)
 
 
+@pytest.mark.jobs
 @pytest.mark.parametrize(
     ("counts", "why"),
     few([
@@ -231,6 +233,7 @@ class Batches:
         return next(self.job)
 
 
+@pytest.mark.jobs
 @pytest.mark.parametrize("through", [tqdm.tqdm, Batches], ids=["tqdm", "an iterator of the user's"])
 def test_a_loop_that_gets_its_batches_through_something_else_is_tried_as_any(through):
     run = Run()
@@ -246,7 +249,7 @@ def test_what_a_generator_that_passes_batches_on_counts_is_tried_too():
         run.train(lambda run, step: None, epochs=410, through=functools.partial(cool_between, run))
 
 
-@pytest.mark.parametrize("counts", ["the step", "an attribute"])
+@pytest.mark.parametrize("counts", few(["the step", "an attribute"], 1, pytest.mark.jobs))
 def test_a_table_of_late_steps_is_tried_at_its_keys(counts):
     run = Run()
     run.drops = {1200: 0.5, 1900: 0.5}
@@ -258,6 +261,7 @@ def test_a_table_of_late_steps_is_tried_at_its_keys(counts):
         run.train(cool, after=False, counts=counts, epochs=410)
 
 
+@pytest.mark.jobs
 def test_a_trial_that_hangs_on_a_lock_which_a_thread_held_is_made_once_more(monkeypatch):
     """The loop takes a lock that was held when the fork for the steps that its code names began."""
     run, lock, hung = Run(), threading.Lock(), []
@@ -288,6 +292,7 @@ def test_a_trial_that_hangs_on_a_lock_which_a_thread_held_is_made_once_more(monk
     assert hung == ["ChosenStepsTrial"]
 
 
+@pytest.mark.jobs
 def test_a_trial_that_has_no_time_left_says_at_which_step_and_many_batches_find_it(monkeypatch):
     told = []
     monkeypatch.setattr(chosen_steps, "MOST_S", 0.0)
@@ -299,6 +304,7 @@ def test_a_trial_that_has_no_time_left_says_at_which_step_and_many_batches_find_
     ]
 
 
+@pytest.mark.jobs
 def test_a_loop_that_counts_and_keeps_the_best_weights_trains():
     """The copies change while other counts and losses are tried."""
     run = Run()
@@ -311,6 +317,7 @@ def test_a_loop_that_counts_and_keeps_the_best_weights_trains():
     assert run.total == EPOCHS * RECORDS // BATCH
 
 
+@pytest.mark.jobs
 @pytest.mark.parametrize("after", [True, False], ids=["after the step", "before it"])
 def test_what_a_loop_decides_for_later_batches_by_a_loss_is_refused(after):
     """Each worker would decide by its own part, and one that joins has not seen it."""
@@ -327,6 +334,7 @@ def test_what_a_loop_decides_for_later_batches_by_a_loss_is_refused(after):
     assert run.total <= len(run.history)
 
 
+@pytest.mark.jobs
 def test_what_a_loop_changes_where_a_number_is_not_finite_is_refused_and_one_that_ends_there_trains(tmp_path):
     run = Run()
 
@@ -368,7 +376,10 @@ def evaluate(run, step):
         run.model.train()
 
 
-@pytest.mark.parametrize(("change", "after"), [(set_by_the_step, False), (cool_from_then_on, False), (evaluate, True)])
+@pytest.mark.parametrize(
+    ("change", "after"),
+    few([(set_by_the_step, False), (cool_from_then_on, False), (evaluate, True)], 1, pytest.mark.jobs),
+)
 def test_what_follows_from_the_step_alone_or_only_looks_trains(change, after):
     run = Run()
     run.train(change, after=after)
@@ -376,6 +387,7 @@ def test_what_follows_from_the_step_alone_or_only_looks_trains(change, after):
     assert len(run.history) in (0, 4)
 
 
+@pytest.mark.jobs
 def test_a_program_that_a_loop_starts_in_few_steps_is_started_in_these_steps_alone(tmp_path):
     def upload(run, step):
         if step % 20 == 0:

@@ -66,6 +66,7 @@ SNAPSHOTS: list[Kept] = [
 ]
 
 
+@pytest.mark.jobs
 @pytest.mark.parametrize("after", SNAPSHOTS, ids=["states", "lists", "vectors", "modules"])
 def test_copies_of_weights_that_a_loop_collects_are_refused(after):
     with pytest.raises(UsageError, match="the loop's kept, a collection that grows by copies of the weights"):
@@ -82,6 +83,7 @@ def clamp(model: nn.Module, _: list[Any]) -> None:
             value.clamp_(-2, 2)
 
 
+@pytest.mark.jobs
 def test_one_copy_a_history_of_numbers_and_hooks_that_change_parameters_train():
     assert train(after=replace_best) == 4
     assert train(hook=lambda model, kept: kept[0].append(model[0].weight.norm().item())) == 4

@@ -79,6 +79,7 @@ def by_threshold(model: nn.Module, batch: Any) -> Tensor:
     return (off(model, batch) * usual).sum() * (1.0 / usual.sum())
 
 
+@pytest.mark.jobs
 @pytest.mark.parametrize(
     "loss_of", few([by_count, by_index, rare_extra, rare_branch, by_threshold], 2, pytest.mark.jobs)
 )

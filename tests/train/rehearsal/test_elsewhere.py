@@ -161,7 +161,7 @@ def test_a_loss_that_follows_from_the_time_or_from_entropy_is_refused_though_no_
             *((one, "the number of its process") for one in OF_RARE_PROCESS),
             *((one, "the name of its host or worker") for one in OF_RARE_HOST),
         ],
-        5,
+        1,
         pytest.mark.jobs,
     ),
 )

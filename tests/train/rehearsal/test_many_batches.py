@@ -119,13 +119,14 @@ KINDS = [count_in_database, count_in_array, count_in_memory_of_c, count_in_strin
          count_in_method, count_by_chance]  # fmt: skip
 
 
-@pytest.mark.parametrize("kind", few(KINDS, 2, pytest.mark.jobs))
+@pytest.mark.parametrize("kind", few(KINDS, 1, pytest.mark.jobs))
 def test_a_count_that_a_loop_keeps_where_nothing_looks_is_refused_if_it_changes_later_batches(kind):
     with pytest.raises(UsageError, match=r"within \d+ batches the loop changes something that later") as why:
         train(kind())
     assert "batch.step" in why.value.hint
 
 
+@pytest.mark.jobs
 def test_a_count_of_batches_beyond_those_with_the_model_is_reached_with_its_outputs(monkeypatch):
     """A model that takes 2 ms has no time for as many."""
     monkeypatch.setattr(many_batches, "MOST_S", 0.3)
@@ -141,6 +142,7 @@ def test_a_count_of_batches_beyond_those_with_the_model_is_reached_with_its_outp
         train(count_in_array(), model_of=Slow)
 
 
+@pytest.mark.jobs
 def test_a_loop_that_counts_for_nothing_trains_and_its_own_objects_have_seen_no_batch():
     seen = array.array("q", [0])
 
@@ -165,6 +167,7 @@ def test_a_loop_that_ends_itself_in_the_trial_trains_and_an_event_says_what_was_
     assert ("loop.untried", "what it does in many batches: it ended, took too long, or its loss drifts") in told
 
 
+@pytest.mark.jobs
 def test_parameters_that_a_loop_changes_after_many_batches_are_named():
     seen = array.array("q", [0])
 

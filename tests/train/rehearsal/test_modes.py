@@ -13,6 +13,7 @@ from torch.utils.data import TensorDataset
 from trueline.errors import UsageError
 from trueline.train.elastic import Elastic
 from trueline.train.rehearsal.steps import many_batches
+from worlds.cases import few
 from worlds.groups import together
 
 INPUTS = torch.randn(96, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
@@ -109,7 +110,7 @@ def test_a_model_that_is_evaluated_between_its_batches_trains():
     assert ran == list(range(12))
 
 
-@pytest.mark.parametrize("length", [1, 2, 4])
+@pytest.mark.parametrize("length", few([1, 2, 4], 1, pytest.mark.jobs))
 def test_a_loop_that_evaluates_after_an_epoch_and_calls_train_where_the_next_begins_trains(length):
     *_, ran = train(
         lambda model, batch: model.train() if batch.step % length == 0 else None,

@@ -125,18 +125,22 @@ def loop(part: Callable[[], nn.Module], optimizer: Any = torch.optim.SGD, batch:
 
 @pytest.mark.parametrize(
     "run",
-    [
-        pytest.param(loop(Centred), id="a moving mean", marks=pytest.mark.long),
-        pytest.param(loop(Forgetful), id="a moving mean that is not in the state_dict", marks=pytest.mark.jobs),
-        pytest.param(loop(spectral, batch=4), id="power iterations, and a worker without records"),
-        pytest.param(
-            loop(Codebook, reduction="mean", micro_batch=4), id="a codebook by shards", marks=pytest.mark.long
-        ),
-        pytest.param(loop(Follows), id="a teacher that begins as its student"),
-        pytest.param(loop(lambda: Follows(puts=True)), id="a teacher in new tensors", marks=pytest.mark.jobs),
-        pytest.param(loop(spectral, bitwise=True), id="bitwise", marks=pytest.mark.long),
-        pytest.param(loop(nn.Identity, Langevin), id="an optimizer that draws"),
-    ],
+    few(
+        [
+            pytest.param(loop(Centred), id="a moving mean", marks=pytest.mark.long),
+            pytest.param(loop(Forgetful), id="a moving mean that is not in the state_dict", marks=pytest.mark.jobs),
+            pytest.param(loop(spectral, batch=4), id="power iterations, and a worker without records"),
+            pytest.param(
+                loop(Codebook, reduction="mean", micro_batch=4), id="a codebook by shards", marks=pytest.mark.long
+            ),
+            pytest.param(loop(Follows), id="a teacher that begins as its student"),
+            pytest.param(loop(lambda: Follows(puts=True)), id="a teacher in new tensors", marks=pytest.mark.jobs),
+            pytest.param(loop(spectral, bitwise=True), id="bitwise", marks=pytest.mark.long),
+            pytest.param(loop(nn.Identity, Langevin), id="an optimizer that draws"),
+        ],
+        1,
+        pytest.mark.jobs,
+    ),
 )
 def test_buffers_that_forwards_change_and_what_an_optimizer_draws_are_equal_in_all_workers(run):
     (alone,), (one, other) = together(1, run), together(2, run)
@@ -154,6 +158,7 @@ def test_a_buffer_that_a_forward_does_not_change_by_a_mean_is_refused_before_the
         loop(Codebook)()
 
 
+@pytest.mark.jobs
 @pytest.mark.parametrize("optimizer", few([torch.optim.SGD, torch.optim.Adam], 1, pytest.mark.jobs))
 def test_a_loop_that_clears_gradients_before_each_of_a_steps_batches_trains_with_all_of_them(optimizer):
     """Its dropout cuts a step into shards: one process has two batches of four records in each step."""

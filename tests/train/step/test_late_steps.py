@@ -71,7 +71,7 @@ AT_A_STEP: list[Loss] = [
 ]
 
 
-@pytest.mark.parametrize("loss", few(AT_A_STEP, 2, pytest.mark.jobs))
+@pytest.mark.parametrize("loss", few(AT_A_STEP, 1, pytest.mark.jobs))
 def test_a_loss_that_compares_records_from_a_later_step_on_is_refused_before_the_first(loss: Loss) -> None:
     with pytest.raises(UsageError, match=r"in step \d+, the loss of \d+ records .* is not made of its parts"):
         train(loss)
@@ -148,7 +148,7 @@ BOUND: list[Loss] = [
 ]
 
 
-@pytest.mark.parametrize("loss", few(BOUND, 2, pytest.mark.jobs))
+@pytest.mark.parametrize("loss", few(BOUND, 1, pytest.mark.jobs))
 def test_a_bound_of_what_a_batch_is_reduced_to_is_found_though_no_batch_has_met_it(loss: Loss) -> None:
     with pytest.raises(UsageError, match=r"beyond a bound .* is not made of its parts"):
         train(loss)
@@ -170,6 +170,7 @@ def test_bounds_of_single_records_and_of_weights_and_curricula_of_means_train(lo
     assert (job.steps, job._traits.reduction, job._plan.micro_batch) == (20, "mean", 0)
 
 
+@pytest.mark.jobs
 def test_a_sum_that_a_clamped_count_of_a_mask_divides_trains_with_its_weight() -> None:
     model = make_model()
     job = Elastic(model, torch.optim.SGD(model.parameters(), lr=0.02), TensorDataset(INPUTS, LABELS), global_batch=24)

@@ -13,6 +13,7 @@ from trueline.train.elastic import Elastic
 from trueline.train.step.ledger import StepAccount
 from trueline.train.step.optimizer_settings import OptimizerSettings
 from trueline.train.step.plan import JobPlan
+from worlds.cases import few
 from worlds.groups import together
 
 RECORDS, BATCH = 24, 4
@@ -61,7 +62,7 @@ def plain() -> list[Any]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("size", [1, pytest.param(3, marks=pytest.mark.jobs), 6])
+@pytest.mark.parametrize("size", few([1, pytest.param(3, marks=pytest.mark.jobs), 6], 1, pytest.mark.jobs))
 def test_rates_that_a_loop_sets_for_each_step_hold_for_members_without_records_too(size):
     expected = plain()
     for weights, _ in together(size, loop) if size > 1 else [loop()]:  # of six members two have no records

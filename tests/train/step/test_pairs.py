@@ -23,6 +23,7 @@ from trueline.train.step.model_traits import read_traits
 from trueline.train.step.options import Options
 from trueline.train.step.replica import Reduced
 from trueline.train.step.validation import Rule, Validation
+from worlds.cases import few
 from worlds.groups import together
 from worlds.states import read_all
 
@@ -77,6 +78,7 @@ def expect_the_same(run: Callable[[], Any], members: int = 2) -> None:
         torch.testing.assert_close(torch.tensor(its), torch.tensor(mine), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.jobs
 @pytest.mark.parametrize(
     "run",
     [
@@ -316,6 +318,8 @@ class Sparse(torch.nn.Module):
         return self.last(self.words(ids).mean(1) + self.bags(ids))
 
 
-@pytest.mark.parametrize(("members", "batch"), [(2, 8), (3, 2)])  # of three, one has no records of a batch of 2
+@pytest.mark.parametrize(
+    ("members", "batch"), few([(2, 8), (3, 2)], 1, pytest.mark.jobs)
+)  # of three, one has no records of a batch of 2
 def test_sparse_gradients_are_summed_though_a_member_may_have_no_records(members: int, batch: int) -> None:
     expect_the_same(loop(Sparse, batch=batch), members)

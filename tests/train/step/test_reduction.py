@@ -235,7 +235,7 @@ REFUSED: dict[str, Any] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", few(REFUSED, 4, pytest.mark.jobs))
+@pytest.mark.parametrize("name", few(REFUSED, 1, pytest.mark.jobs))
 def test_what_cannot_be_made_equal_is_refused_before_the_first_step(name):
     *given, words = REFUSED[name]
     with pytest.raises(UsageError, match=words) as raised:
@@ -260,6 +260,7 @@ def test_a_loop_that_begins_to_draw_later_ends_before_that_step_is_applied():
         loop(net, "numbers", late)()
 
 
+@pytest.mark.jobs
 def test_the_first_ignored_label_of_a_job_ends_it_if_the_loss_has_no_weight():
     def loss(model: Any, inputs: Any, labels: Any, batch: Any, *_: Any) -> torch.Tensor:
         """In a step that no trial has met."""
@@ -336,7 +337,7 @@ def masked(model: Any, inputs: Any, labels: Any, epsilon: float) -> tuple[torch.
     return (squares(model, inputs, labels) * counts).sum() / (counts.sum() + epsilon), counts.sum()
 
 
-@pytest.mark.parametrize("inside", [0.0, 1e-6])
+@pytest.mark.parametrize("inside", few([0.0, 1e-6], 1, pytest.mark.jobs))
 def test_an_epsilon_beside_a_weight_that_single_precision_would_round_off_trains(inside):
     def loss(*given: Any) -> tuple[torch.Tensor, torch.Tensor]:
         value, weight = masked(*given[:3], 1e-6)

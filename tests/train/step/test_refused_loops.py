@@ -101,6 +101,7 @@ def test_clipping_in_the_loop_has_no_effect_and_is_refused(place):
     assert world.applied == 0
 
 
+@pytest.mark.jobs
 def test_parameters_that_the_loop_clamps_after_a_step_end_the_job_before_the_next(monkeypatch):
     """A worker that joins would catch up without clamping."""
 
@@ -144,6 +145,7 @@ class Reads(Dataset[tuple[Tensor, Tensor]]):
         return self.read(inputs), labels
 
 
+@pytest.mark.jobs
 @pytest.mark.parametrize(
     "made_of",
     [
@@ -237,6 +239,7 @@ def test_a_mask_among_the_inputs_that_few_records_have_is_seen_to_be_what_the_me
         World(data).train(masked)
 
 
+@pytest.mark.jobs
 @pytest.mark.parametrize(
     "order", few([lambda n: torch.randperm(n), lambda n: torch.rand(n).argsort()], 1, pytest.mark.jobs)
 )
@@ -435,6 +438,7 @@ def test_reading_that_fills_a_gap_by_the_mean_of_its_batch_is_refused_though_few
     assert world.applied == 5
 
 
+@pytest.mark.jobs
 def test_a_collate_function_that_sorts_and_pads_its_batch_trains():
     def sort(items: list[Any]) -> Any:
         items = sorted(items, key=lambda item: float(item[0][0]))
@@ -450,6 +454,7 @@ class Pair(NamedTuple):
     clean: Tensor
 
 
+@pytest.mark.jobs
 def test_records_that_are_named_tuples_and_draw_train():
     class Noisy(Dataset[Any]):
         def __len__(self) -> int:

@@ -14,6 +14,7 @@ from torch.utils.data import TensorDataset
 from trueline.errors import UsageError
 from trueline.train.elastic import Elastic
 from trueline.train.step.options import Options
+from worlds.cases import few
 
 INPUTS = torch.randn(128, 4, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
 Loss = Callable[[Tensor, Any], Tensor]
@@ -69,7 +70,7 @@ TRAINED: dict[str, tuple[Loss, dict[str, Any], str]] = {
 }
 
 
-@pytest.mark.parametrize("name", TRAINED)
+@pytest.mark.parametrize("name", few(TRAINED, 1, pytest.mark.jobs))
 def test_a_loss_that_is_0_for_the_first_records_or_the_first_step_trains(name):
     loss, options, how = TRAINED[name]
     job, moved = train(loss, **options)

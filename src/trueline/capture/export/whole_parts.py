@@ -6,9 +6,10 @@ A rule in whole numbers is the same for every reader of a bundle. Pure.
 """
 
 import ast
+import math
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 
 from trueline.bundle.guards import Guard
@@ -19,13 +20,21 @@ PARTS = 10_000
 
 @dataclass(frozen=True, slots=True)
 class Quotient:
-    """A whole number `above`, over `below`. Computed in floats it differs by `error` at most, and by what floats lose
-    if it is not `exact`."""
+    """A whole number `above`, over `below` and the sizes `sizes`. Computed in floats it differs by `error` at most, and
+    by what floats lose if it is not `exact`."""
 
     above: ast.expr
     below: int = 1
     error: int = 0
     exact: bool = True
+    sizes: tuple[ast.expr, ...] = ()
+
+    def times(self, other: "Quotient") -> ast.expr:
+        """`above` times what `other` is divided by."""
+        above = _scale(self.above, other.below)
+        for size in other.sizes:
+            above = ast.BinOp(above, ast.Mult(), size)
+        return above
 
 
 def keep_apart(one: ast.expr, other: ast.expr, symbols: Sequence[str]) -> Guard | None:
@@ -34,8 +43,10 @@ def keep_apart(one: ast.expr, other: ast.expr, symbols: Sequence[str]) -> Guard 
     first, second = _read(one), _read(other)
     if first is None or second is None:
         return None
-    left, right = _scale(first.above, second.below), _scale(second.above, first.below)
+    left, right = first.times(second), second.times(first)
     slack = (first.error + second.error) * first.below * second.below
+    if slack and (first.sizes or second.sizes):
+        return None
     if not slack:
         tree = ast.Compare(left, [ast.NotEq()], [right])
     else:
@@ -54,15 +65,26 @@ def _read(node: ast.expr) -> Quotient | None:
             return _read_number(number)
         case ast.UnaryOp(op=ast.USub(), operand=operand):
             inner = _read(operand)
-            return inner and Quotient(ast.UnaryOp(ast.USub(), inner.above), inner.below, inner.error, inner.exact)
+            return inner and replace(inner, above=ast.UnaryOp(ast.USub(), inner.above))
         case ast.BinOp(left=left, op=op, right=right):
             one, other = _read(left), _read(right)
             return None if one is None or other is None else _combine(one, op, other)
-        case ast.Call(func=called, args=[given], keywords=[]):
-            inner = _read(given)
+        case ast.Call(func=called, args=given, keywords=[]):
             name = called.attr if isinstance(called, ast.Attribute) else getattr(called, "id", "")
-            return None if inner is None else _round(name, inner)
+            all_read = [inner for one in given if (inner := _read(one)) is not None]
+            if len(all_read) < len(given):
+                return None
+            return _round(name, all_read[0]) if len(given) == 1 else _choose(name.removeprefix("sym_"), all_read)
     return None
+
+
+def _choose(name: str, given: Sequence[Quotient]) -> Quotient | None:
+    """The largest or the smallest, over what all are divided by."""
+    if name not in ("max", "min") or any(one.sizes for one in given):
+        return None
+    below = math.prod(one.below for one in given)
+    above = ast.Call(ast.Name(name, ast.Load()), [_scale(one.above, below // one.below) for one in given], [])
+    return Quotient(above, below, max(one.error for one in given), all(one.exact for one in given))
 
 
 def _read_number(number: float) -> Quotient | None:
@@ -75,15 +97,23 @@ def _combine(one: Quotient, op: ast.operator, other: Quotient) -> Quotient | Non
     exact = one.exact and other.exact
     match op:
         case ast.Add() | ast.Sub():
-            above = ast.BinOp(_scale(one.above, other.below), op, _scale(other.above, one.below))
-            return Quotient(above, one.below * other.below, one.error + other.error, exact)
+            above = ast.BinOp(one.times(other), op, other.times(one))
+            sizes, error = one.sizes + other.sizes, one.error + other.error
+            return None if error and sizes else Quotient(above, one.below * other.below, error, exact, sizes)
         case ast.Mult() if not one.error and not other.error:
-            return Quotient(ast.BinOp(one.above, ast.Mult(), other.above), one.below * other.below, 0, exact)
-        case ast.Div() if not one.error:
+            above = ast.BinOp(one.above, ast.Mult(), other.above)
+            return Quotient(above, one.below * other.below, 0, exact, one.sizes + other.sizes)
+        case ast.Div() if not one.error and not other.sizes:
             match other.above:
                 case ast.Constant(value=int(number)) if number > 0:
-                    return Quotient(_scale(one.above, other.below), one.below * number, 0, exact=False)
-        case ast.FloorDiv() | ast.Mod() if one.below == other.below == 1 and not one.error and not other.error:
+                    more = _scale(one.above, other.below)
+                    return Quotient(more, one.below * number, 0, exact=False, sizes=one.sizes)
+                case ast.Name() if not other.error:  # a size is never below 1; what else divides may be
+                    more = _scale(one.above, other.below)
+                    return Quotient(more, one.below, 0, exact=False, sizes=(*one.sizes, other.above))
+        case ast.FloorDiv() | ast.Mod() if one.below == other.below == 1 and not (
+            one.error or other.error or one.sizes or other.sizes
+        ):
             return Quotient(ast.BinOp(one.above, op, other.above), 1, 0, exact)
     return None
 
@@ -92,7 +122,9 @@ def _round(name: str, given: Quotient) -> Quotient | None:
     """A whole number; what floats lose before it is rounded may make it another one."""
     if name in ("sym_float", "float"):
         return given
-    if name not in ("floor", "ceil", "trunc", "int", "sym_int", "round"):
+    if name == "abs":
+        return _choose("max", [given, replace(given, above=ast.UnaryOp(ast.USub(), given.above))])
+    if given.sizes or name not in ("floor", "ceil", "trunc", "int", "sym_int", "round"):
         return None
     above, below = given.above, given.below
     if below == 1 and given.exact:
