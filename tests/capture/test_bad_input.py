@@ -189,6 +189,7 @@ def test_a_program_that_is_torn_is_refused_by_bundle_and_by_session(captured: Pa
             open_session("torch_export", path, bundle.signature)
 
 
+@pytest.mark.jobs
 def test_a_program_that_was_tampered_with_is_refused_by_bundle(captured: Path) -> None:
     path = open_bundle(captured).program_path()
     content = bytearray(path.read_bytes())
@@ -236,6 +237,7 @@ def full(*_: Any, **__: Any) -> Any:
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
+@pytest.mark.jobs
 @pytest.mark.parametrize(
     ("owner", "name", "format"),
     few(

@@ -207,6 +207,7 @@ def test_records_one_by_one_without_a_limit_are_claimed_as_far_as_they_were_comp
     assert "the largest size that capture compared" in refused.value.hint
 
 
+@pytest.mark.jobs
 @pytest.mark.parametrize(
     ("model", "lengths", "symbol", "most"),
     few([(Positions, True, "length", 128), (Records, False, "batch", 100)], 1, pytest.mark.jobs),
@@ -237,6 +238,7 @@ def test_a_factor_by_size_that_a_loop_over_large_values_hides_is_refused_with_th
         capture(recipes.untrained(Halved, examples=lambda: example), None, tmp_path / "b", formats=["torchscript"])
 
 
+@pytest.mark.jobs
 def test_a_free_size_at_which_the_code_goes_another_way_is_claimed_as_far_as_it_was_compared(tmp_path: Path) -> None:
     bundle = captured(Branch, tmp_path / "b")
     batch = bundle.signature.dims["batch"]

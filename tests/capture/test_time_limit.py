@@ -226,6 +226,7 @@ def test_where_the_export_does_not_end_torchscript_is_sealed(tmp_path: Path) -> 
     assert os.listdir(tmp_path) == ["d.bundle"]
 
 
+@pytest.mark.jobs
 @pytest.mark.slow
 @pytest.mark.usefixtures("endless_onnx")
 @pytest.mark.parametrize("formats", few([None, ["onnx", "torch_export"]], 1, pytest.mark.jobs))
@@ -240,6 +241,7 @@ def test_what_is_proven_is_sealed_where_another_format_does_not_end(
     assert os.listdir(tmp_path) == ["d.bundle"]
 
 
+@pytest.mark.jobs
 @pytest.mark.slow
 @pytest.mark.usefixtures("endless_onnx")
 def test_where_nothing_is_proven_the_error_names_the_limit(tmp_path: Path) -> None:

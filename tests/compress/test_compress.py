@@ -94,6 +94,7 @@ def test_nan_and_infinity_are_refused_since_int8_would_make_numbers_of_them(
         open_program(open_bundle(found.path)).run({"input": images})
 
 
+@pytest.mark.jobs
 def test_below_the_budget_nothing_is_sealed_and_the_reason_is_a_table(
     trained: compressible.Compressible, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -123,6 +124,7 @@ def test_below_the_budget_nothing_is_sealed_and_the_reason_is_a_table(
     assert (tmp_path / "small.bundle.search" / "report.html").is_file()
 
 
+@pytest.mark.jobs
 def test_a_search_that_was_killed_goes_on_where_it_was_and_its_best_is_a_bundle(
     trained: compressible.Compressible, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -389,6 +391,7 @@ def test_a_disk_that_is_full_ends_the_search_also_where_a_quantizer_says_it_in_i
     assert not list(tmp_path.glob("*.bundle"))
 
 
+@pytest.mark.jobs
 def test_what_is_not_proven_at_other_sizes_is_a_row_and_the_next_best_is_sealed(
     trained: compressible.Compressible, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -430,6 +433,7 @@ def test_training_records_of_another_shape_are_rows_and_other_methods_continue(
     assert files_of(trained.bundle.path) == before
 
 
+@pytest.mark.jobs
 def test_the_command_prints_the_table_and_json(
     trained: compressible.Compressible, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -48,6 +48,7 @@ def test_a_ruined_program_chosen_by_hand_names_what_it_lost_and_the_layers_to_bl
     assert "ruined: static" in (found.report.parent / "report.json").read_text()
 
 
+@pytest.mark.jobs
 def test_the_command_says_in_red_that_a_program_is_ruined(
     ruined: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -150,6 +150,7 @@ def test_a_recurrence_over_time_becomes_a_scan_that_holds_for_other_lengths() ->
     assert "scan(" in row.rewrite.diff
 
 
+@pytest.mark.jobs
 @pytest.mark.parametrize("model", few([models.Gated, models.Turned], 1, pytest.mark.jobs))
 def test_the_rewrite_of_a_recurrence_runs_for_a_single_record_too(model: type[nn.Module]) -> None:
     found = examined(model(), torch.randn(3, 5, 4), dynamic=(1,))
@@ -159,6 +160,7 @@ def test_the_rewrite_of_a_recurrence_runs_for_a_single_record_too(model: type[nn
         torch.testing.assert_close(patch_module(model().eval(), found.texts)(one), model()(one))
 
 
+@pytest.mark.jobs
 def test_a_size_that_python_makes_a_number_of_stays_free(monkeypatch: pytest.MonkeyPatch) -> None:
     assert whole(models.Length(), torch.randn(3, 5, 4), dynamic=(1,)).status == "ready"
     for name in ("may_help", "makes_slices"):  # as where `int` is a name of the file's own, and nothing is sliced
@@ -323,6 +325,7 @@ def test_what_nobody_can_rewrite_is_said_with_its_line() -> None:
     assert row.why_not
 
 
+@pytest.mark.jobs
 def test_only_the_part_that_needs_it_is_rewritten_and_the_whole_waits_for_it() -> None:
     found = examined(models.Whole(), torch.randn(3, 4))
     assert {path: row.status for path, row in found.rows.items()} == {
@@ -355,6 +358,7 @@ def test_a_step_of_a_scan_reads_what_earlier_steps_changed() -> None:
         assert torch.equal(patch_module(model, found.texts)(chain), model(chain))
 
 
+@pytest.mark.jobs
 def test_a_condition_that_no_probe_meets_is_not_taken_away() -> None:
     row = whole(models.Rare(), torch.randn(3, 4))
     assert row.rewrite is None or "x.max() > 1000000000.0" in row.rewrite.diff

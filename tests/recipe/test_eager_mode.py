@@ -81,6 +81,7 @@ def test_capture_says_where_a_plain_call_answers_otherwise_and_replays_the_train
         np.testing.assert_allclose(answer, trained_answer(), atol=1e-5)
 
 
+@pytest.mark.jobs
 @pytest.mark.slow
 def test_a_model_without_such_a_module_is_not_called_again_and_nothing_is_said(tmp_path: Path) -> None:
     recipe = untrained(models.Mlp, name="mlp", examples=lambda: torch.randn(4, 8))

@@ -14,6 +14,7 @@ import pytest
 from trueline.errors import RecipeError
 from trueline.recipe.contract import BLANKS, Recipe
 from trueline.recipe.load import load_recipe
+from worlds.cases import few
 
 WHOLE = """
 def model(): return "model"
@@ -77,7 +78,10 @@ def test_an_optional_blank_that_is_misspelt_is_not_silently_left_out(tmp_path: P
     assert f"'{written.partition('(')[0]}' (r.py:6)" in error.message
 
 
-@pytest.mark.parametrize("helper", ["preprocess_image(x)", "_metric()", "score(a)", "make_feed()", "accuracy(a, b)"])
+@pytest.mark.parametrize(
+    "helper",
+    few(["preprocess_image(x)", "_metric()", "score(a)", "make_feed()", "accuracy(a, b)"], 1, pytest.mark.jobs),
+)
 def test_helpers_that_merely_sound_like_a_blank_are_left_alone(tmp_path: Path, helper: str) -> None:
     load_recipe(write(tmp_path, WHOLE + f"def {helper}: pass"))
 
@@ -89,14 +93,18 @@ def test_imported_functions_are_not_taken_for_misspellings(tmp_path: Path) -> No
 
 @pytest.mark.parametrize(
     ("line", "words"),
-    [
-        ("model = 3", "'model' is an int, expected a function `model()"),
-        ("metrics = {'accuracy': 1}", "'metrics' is a dict, expected a function `metrics()"),
-        ("dataset = 's3://there'", "'dataset' is a str, expected a function `dataset(mode)"),
-        ("def loss(outputs): pass", r"'loss' (r.py:6) takes (outputs), expected `loss(outputs, labels)"),
-        ("def model(width): pass", r"'model' (r.py:6) takes (width), expected `model()"),
-        ("def examples(count): pass", "'examples' (r.py:6) takes (count)"),
-    ],
+    few(
+        [
+            ("model = 3", "'model' is an int, expected a function `model()"),
+            ("metrics = {'accuracy': 1}", "'metrics' is a dict, expected a function `metrics()"),
+            ("dataset = 's3://there'", "'dataset' is a str, expected a function `dataset(mode)"),
+            ("def loss(outputs): pass", r"'loss' (r.py:6) takes (outputs), expected `loss(outputs, labels)"),
+            ("def model(width): pass", r"'model' (r.py:6) takes (width), expected `model()"),
+            ("def examples(count): pass", "'examples' (r.py:6) takes (count)"),
+        ],
+        1,
+        pytest.mark.jobs,
+    ),
 )
 def test_a_blank_of_the_wrong_kind_is_named_with_what_it_takes(tmp_path: Path, line: str, words: str) -> None:
     assert words in refused(write(tmp_path, WHOLE + line)).message
@@ -133,26 +141,35 @@ def test_a_misspelt_value_is_not_silently_left_out(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("line", "words"),
-    [
-        ("precision = 'fp8'", "precision = 'fp8', expected one of fp32, bf16, fp16"),
-        ("precision = 16", "precision = 16, expected a text"),
-        ("clip_norm = -1", "clip_norm = -1, expected a number of at least 0"),
-        ("clip_norm = float('nan')", "clip_norm = nan, expected a number of at least 0"),
-        ("ema = 1.0", "ema = 1.0, expected a number of at least 0 and below 1"),
-        ("compile = 1", "compile = 1 is not a truth value"),
-        ("micro_batch = 2.5", "micro_batch = 2.5, expected a whole number of at least 0"),
-        ("clip = 0.5", "'clip_norm' is not set, but 'clip = 0.5' is"),
-        ("microbatch = 8", "'micro_batch' is not set, but 'microbatch = 8' is"),
-        ("batch_size = 8", "'global_batch' is not set, but 'batch_size = 8' is"),
-        ("precison = 'bf16'", "'precision' is not set, but 'precison = 'bf16'' is"),
-    ],
+    few(
+        [
+            ("precision = 'fp8'", "precision = 'fp8', expected one of fp32, bf16, fp16"),
+            ("precision = 16", "precision = 16, expected a text"),
+            ("clip_norm = -1", "clip_norm = -1, expected a number of at least 0"),
+            ("clip_norm = float('nan')", "clip_norm = nan, expected a number of at least 0"),
+            ("ema = 1.0", "ema = 1.0, expected a number of at least 0 and below 1"),
+            ("compile = 1", "compile = 1 is not a truth value"),
+            ("micro_batch = 2.5", "micro_batch = 2.5, expected a whole number of at least 0"),
+            ("clip = 0.5", "'clip_norm' is not set, but 'clip = 0.5' is"),
+            ("microbatch = 8", "'micro_batch' is not set, but 'microbatch = 8' is"),
+            ("batch_size = 8", "'global_batch' is not set, but 'batch_size = 8' is"),
+            ("precison = 'bf16'", "'precision' is not set, but 'precison = 'bf16'' is"),
+        ],
+        1,
+        pytest.mark.jobs,
+    ),
 )
 def test_a_value_of_the_wrong_kind_or_name_is_refused_in_words(tmp_path: Path, line: str, words: str) -> None:
     assert words in refused(write(tmp_path, WHOLE + line)).message
 
 
 @pytest.mark.parametrize(
-    "line", ["clip_norm = 1", "clip_norm = 1e30", "ema = 0", "seeds = 'a.csv'", "_clip = 0.5", "threshold = 0.5"]
+    "line",
+    few(
+        ["clip_norm = 1", "clip_norm = 1e30", "ema = 0", "seeds = 'a.csv'", "_clip = 0.5", "threshold = 0.5"],
+        1,
+        pytest.mark.jobs,
+    ),
 )
 def test_values_that_are_right_or_the_users_own_are_left_alone(tmp_path: Path, line: str) -> None:
     assert load_recipe(write(tmp_path, WHOLE + line)).name
@@ -176,6 +193,7 @@ def test_a_file_that_is_not_there_or_no_python_is_an_error(tmp_path: Path) -> No
     assert "is not a Python file" in refused(write(tmp_path, WHOLE, "r.txt")).message
 
 
+@pytest.mark.jobs
 def test_helpers_beside_the_recipe_are_imported_and_those_of_another_recipe_are_not_mistaken_for_them(
     tmp_path: Path,
 ) -> None:

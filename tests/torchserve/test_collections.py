@@ -275,6 +275,7 @@ def replay(base: str | None, table: str, **names: str) -> list[str]:
     return wrong
 
 
+@pytest.mark.jobs
 @pytest.mark.slow
 @pytest.mark.parametrize("table", [MANAGEMENT, BESIDE, WORKFLOWS], ids=["management", "beside", "workflows"])
 def test_every_management_call_has_torchserves_status_and_form(

@@ -57,6 +57,7 @@ def archive_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running
         yield server
 
 
+@pytest.mark.jobs
 def test_predictions_and_explanations_are_answered_by_the_archives_own_handler(archive_server: RunningServer) -> None:
     with httpx.Client(base_url=archive_server.url, timeout=60) as client:
         answer = client.post("/predictions/echo", json={"x": 1}, headers={"authorization": "Bearer secret"})

@@ -241,6 +241,7 @@ def test_a_worker_that_dies_takes_its_sequences_along_and_says_so(client: Client
     assert client.ask("3", "l1")["sum"] == 6
 
 
+@pytest.mark.jobs
 def test_idle_and_old_sequences_expire_and_free_their_place(sequence_server: RunningServer, gate: Gate) -> None:
     brief = Client(sequence_server, "brief")
     held = brief.hold(gate, "a")  # which is not idle meanwhile

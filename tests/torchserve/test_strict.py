@@ -14,6 +14,7 @@ from trueline.serve.handlers.failures import DIED, HandlerFailed, Hung
 from trueline.torchserve import responses
 from trueline.web.auth import Forbidden, Unauthorized
 from worlds import archives, bundles, servers
+from worlds.cases import few
 from worlds.waiting import until
 
 
@@ -101,7 +102,9 @@ def test_a_registration_that_does_not_wait_is_answered_at_once_as_torchserve_doe
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("told", "kind"), [("", "dict"), ("decode_input_request=false\n", "bytes")])
+@pytest.mark.parametrize(
+    ("told", "kind"), few([("", "dict"), ("decode_input_request=false\n", "bytes")], 1, pytest.mark.jobs)
+)
 def test_json_and_text_reach_a_handler_as_values_or_as_they_came(tmp_path: Path, told: str, kind: str) -> None:
     from trueline.torchserve import config as properties
 

@@ -98,6 +98,7 @@ class CountsAMask(nn.Module):
         return x / ((x > 0).sum().item() * 40 + 1)
 
 
+@pytest.mark.jobs
 def test_a_count_of_a_mask_is_answered_by_every_format(tmp_path: Path) -> None:
     bundle = captured(CountsAMask, tmp_path / "b", examples=lambda: torch.randn(3, 4))
     assert [one.format for one in bundle.manifest.programs] == ["onnx", "torch_export"]

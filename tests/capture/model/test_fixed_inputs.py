@@ -43,6 +43,7 @@ class OneOfAList(Heads):
         return x * [0.5, 2.0, -1.0, 4.0][task.tolist()]
 
 
+@pytest.mark.jobs
 @pytest.mark.parametrize("kind", few([Heads, Scales, OneOfAList], 1, pytest.mark.jobs))
 def test_a_part_that_an_input_chooses_is_sealed_for_that_value_alone(kind: type[nn.Module], tmp_path: Path) -> None:
     torch.manual_seed(0)

@@ -13,6 +13,7 @@ from trueline.capture.api import capture
 from trueline.errors import CaptureError
 from trueline.runtime.open import open_program
 from worlds import marks
+from worlds.cases import few
 from worlds.recipes import untrained
 
 
@@ -63,7 +64,7 @@ def test_a_model_that_answers_under_other_names_on_a_probe_is_refused_with_both(
     assert marks.place_of(__file__, mark) in refused.value.message
 
 
-@pytest.mark.parametrize("model", [Reordered, Own])
+@pytest.mark.parametrize("model", few([Reordered, Own], 1, pytest.mark.jobs))
 def test_outputs_are_found_by_their_keys_in_any_order_and_in_a_class_that_extends_dict(
     tmp_path: Path, model: type[nn.Module]
 ) -> None:
@@ -84,6 +85,7 @@ class Conjugated(nn.Module):
         return torch.complex(x, x + 1).conj().imag
 
 
+@pytest.mark.jobs
 def test_an_output_whose_signs_are_changed_when_it_is_read_has_the_numbers_of_the_model(tmp_path: Path) -> None:
     capture(untrained(Conjugated, examples=lambda: torch.randn(3, 4)), None, tmp_path / "b", formats=["torch_export"])
     x = torch.randn(5, 4)

@@ -188,6 +188,7 @@ def test_state_is_lifted_to_inputs_and_outputs_and_every_format_follows_the_mode
     assert {one.verdict for one in steps} == {"agrees"}
 
 
+@pytest.mark.jobs
 @pytest.mark.slow
 def test_a_cache_of_fixed_size_has_a_row_for_each_stream_and_batches_stay_free(tmp_path: Path) -> None:
     model = Ring()
@@ -343,6 +344,7 @@ def test_a_python_attribute_is_no_state_that_can_be_lifted_and_is_named_with_its
     assert "register_buffer" in refused.value.hint
 
 
+@pytest.mark.jobs
 def test_a_model_without_a_memory_is_captured_as_ever_when_its_state_is_to_be_explicit(tmp_path: Path) -> None:
     capture(recipe(Plain), None, tmp_path / "b", formats=["torch_export"], state="explicit")
     signature = open_bundle(tmp_path / "b").signature

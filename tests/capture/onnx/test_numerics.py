@@ -184,6 +184,7 @@ def test_an_operator_is_proven_in_onnx_and_right_at_its_borders(name: str, tmp_p
             np.testing.assert_allclose(one, other.numpy(), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.jobs
 def test_a_program_that_onnx_runtimes_sigmoid_spoils_is_emitted_with_the_formula(tmp_path: Path) -> None:
     """One whose sigmoid is an answer as it is has the formula at once: test_precision.py."""
     random = np.random.default_rng(0)

@@ -12,6 +12,7 @@ from trueline.capture.onnx import torchlib_cache
 pytestmark = pytest.mark.slow  # imports the exporter
 
 
+@pytest.mark.jobs
 def test_the_list_is_kept_until_a_translation_is_registered() -> None:
     from onnxscript.function_libs.torch_lib import registration
 

@@ -56,6 +56,7 @@ def exported(table: dict[Any, Any]) -> str:
         return str(program.run_decompositions(table).graph)
 
 
+@pytest.mark.jobs
 @pytest.mark.parametrize("table", [dict, default_decompositions], ids=["nothing", "everything"])
 def test_a_program_is_taken_apart_as_without_and_the_operators_are_left_as_they_were(
     table: Callable[[], dict[Any, Any]],

@@ -126,6 +126,7 @@ def test_a_model_whose_calls_take_all_the_time_is_claimed_without_a_bound_after_
     assert range_text(open_bundle(tmp_path / "b").signature) == claimed
 
 
+@pytest.mark.jobs
 @pytest.mark.slow
 def test_of_the_dearest_models_the_one_far_call_has_fewer_records(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

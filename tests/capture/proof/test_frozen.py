@@ -448,6 +448,7 @@ class CountsWords(nn.Module):
         return (counts / ids.numel())[ids]
 
 
+@pytest.mark.jobs
 @pytest.mark.parametrize(
     ("kind", "example"),
     few(

@@ -66,6 +66,7 @@ def eager_of(model: nn.Module) -> EagerSession:
     return EagerSession(model.eval(), torch.tensor([[0.1, 0.2], [-0.1, 0.0], [0.05, 0.1]]))
 
 
+@pytest.mark.jobs
 @pytest.mark.parametrize(
     "read", few([pytest.param(read, id=name) for name, read in READERS.items()], 1, pytest.mark.jobs)
 )

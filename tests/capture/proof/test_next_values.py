@@ -25,6 +25,7 @@ from trueline.capture.model.eager import EagerSession
 from trueline.capture.proof.determinism import Unsteady, check_rare, check_twice
 from trueline.capture.time_limit import TimeLimit
 from worlds import marks
+from worlds.cases import few
 
 LATE = 20_000
 """Values that are equal before the first other one."""
@@ -191,7 +192,9 @@ def test_what_an_iterator_or_a_file_gives_later_is_a_state(name: str, tmp_path: 
     assert "keeps a state in the Python attribute stream: it answers differently when " in found.why
 
 
-@pytest.mark.parametrize("make", [itertools.count, lambda: map(str, itertools.count()), lambda: iter(TEXTS)])
+@pytest.mark.parametrize(
+    "make", few([itertools.count, lambda: map(str, itertools.count()), lambda: iter(TEXTS)], 1, pytest.mark.jobs)
+)
 def test_values_that_only_name_a_call_are_no_reason_to_refuse(make: Callable[[], Any]) -> None:
     assert find_unsteady(NamesItsCalls(make())) is None
 

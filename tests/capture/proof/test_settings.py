@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from trueline.capture.model.eager import EagerSession
 from trueline.capture.proof.determinism import Unsteady, check_rare
 from worlds import marks
+from worlds.cases import few
 
 LOG = logging.getLogger(__name__)
 
@@ -227,10 +228,14 @@ def test_an_answer_that_follows_a_setting_of_the_process_is_refused_with_its_lin
 
 @pytest.mark.parametrize(
     "model",
-    [
-        *(ReadsTheHourInGreenwich, ChoosesByVersion, UsesTheDefaultDtype, WritesItsShape, LogsWhatItDoes),
-        WritesToItsStream,
-    ],
+    few(
+        [
+            *(ReadsTheHourInGreenwich, ChoosesByVersion, UsesTheDefaultDtype, WritesItsShape, LogsWhatItDoes),
+            WritesToItsStream,
+        ],
+        1,
+        pytest.mark.jobs,
+    ),
 )
 def test_a_setting_that_changes_no_answer_is_no_reason_to_refuse(model: type[nn.Module]) -> None:
     assert find_unsteady(model) is None

@@ -123,6 +123,7 @@ def test_a_value_of_the_process_machine_or_thread_that_changes_the_answer_is_ref
     assert "differently" in found.why
 
 
+@pytest.mark.jobs
 def test_the_refusal_names_what_is_read_and_its_line() -> None:
     found = find_unsteady(Reads(read_once))
     assert found is not None
@@ -162,6 +163,7 @@ def test_a_model_that_starts_a_program_on_each_call_is_refused() -> None:
     assert "(another program): it asks that on each call" in found.why
 
 
+@pytest.mark.jobs
 def test_small_numbers_that_this_process_flushes_to_zero_are_those_of_a_new_one() -> None:
     torch.set_flush_denormal(True)
     try:
@@ -256,6 +258,7 @@ class Watches:
 WATCHES = Watches()
 
 
+@pytest.mark.jobs
 @pytest.mark.filterwarnings("ignore:'ONE' is deprecated")
 @pytest.mark.parametrize("read", [lambda: int(Scales.DOUBLE), lambda: WATCHES.scale], ids=["its class's", "its own"])
 def test_attributes_that_python_code_looks_up_are_no_state_and_end_no_capture(read: Callable[[], Any]) -> None:

@@ -150,6 +150,7 @@ def test_a_job_that_was_halted_at_the_limit_continues_and_one_that_has_ended_is_
         train_in_time(recipe, tmp_path / "other", over, "1")
 
 
+@pytest.mark.jobs
 def test_a_student_that_has_changed_begins_a_search_anew(trained: compressible.Compressible, tmp_path: Path) -> None:
     student, out = tmp_path / "student.py", tmp_path / "small.bundle"
     rows = tmp_path / "small.bundle.search" / "rows.jsonl"

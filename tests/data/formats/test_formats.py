@@ -372,6 +372,7 @@ class Counting:
         return "0" * 64
 
 
+@pytest.mark.jobs
 @given(
     st.lists(st.integers(1, 9), min_size=1, max_size=12),
     st.lists(st.lists(st.integers(0, 10**6), min_size=1, max_size=20), min_size=1, max_size=25),

@@ -70,6 +70,7 @@ def test_a_billion_records_are_addressed_without_a_list_of_them() -> None:
     assert len(set(found.tolist())) == 256
 
 
+@pytest.mark.jobs
 @pytest.mark.slow
 @pytest.mark.parametrize("num_records", [5, pytest.param(16, marks=pytest.mark.long)])
 def test_every_record_comes_to_every_position_equally_often(num_records: int) -> None:

@@ -17,6 +17,7 @@ from trueline.doctor.api import calls_of
 from trueline.doctor.export import export_module
 from trueline.doctor.patch import patch_module
 from trueline.doctor.survey import Survey, survey
+from worlds.cases import few
 
 pytestmark = pytest.mark.slow
 SIZES = ((2, 8), (3, 12), (1, 5), (4, 1))
@@ -82,7 +83,9 @@ def look_at(model: nn.Module) -> Survey:
     return survey(model, calls_of(EagerSession(model, asked(2, 8), dynamic_shapes=free)), onnx=None, base=Path.cwd())
 
 
-@pytest.mark.parametrize("kind", [Collapsed, Written, pytest.param(Joined, marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    "kind", few([Collapsed, Written, pytest.param(Joined, marks=pytest.mark.long)], 1, pytest.mark.jobs)
+)
 def test_rows_that_values_shorten_are_rewritten_and_answer_as_before(kind: type[nn.Module]) -> None:
     model = kind().eval()
     done = look_at(copy.deepcopy(model))

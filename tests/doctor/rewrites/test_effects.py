@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from trueline.capture.model.eager import EagerSession
 from trueline.doctor.api import calls_of
 from trueline.doctor.survey import Survey, survey
+from worlds.cases import few
 
 pytestmark = pytest.mark.slow
 
@@ -113,14 +114,18 @@ def test_a_check_that_a_program_keeps_needs_no_rewrite() -> None:
 
 @pytest.mark.parametrize(
     ("model", "gone"),
-    [
-        (Talks, ("warnings.warn",)),
-        (ChecksOnce, ("assert",)),
-        (KeepsPositions, ("not in self.kept",)),
-        (KeepsMaybe, ("self.kept.get(n)", "is None")),
-        (KeepsOrRaises, ("try:", "except KeyError")),
-        (KeepsByDefault, ("setdefault",)),
-    ],
+    few(
+        [
+            (Talks, ("warnings.warn",)),
+            (ChecksOnce, ("assert",)),
+            (KeepsPositions, ("not in self.kept",)),
+            (KeepsMaybe, ("self.kept.get(n)", "is None")),
+            (KeepsOrRaises, ("try:", "except KeyError")),
+            (KeepsByDefault, ("setdefault",)),
+        ],
+        1,
+        pytest.mark.jobs,
+    ),
 )
 def test_what_changes_no_answer_is_left_out_and_the_rest_is_proven(
     model: type[nn.Module], gone: tuple[str, ...]
@@ -134,6 +139,7 @@ def test_what_changes_no_answer_is_left_out_and_the_rest_is_proven(
     assert all("left out" in step for step in row.rewrite.steps)
 
 
+@pytest.mark.jobs
 def test_a_check_becomes_a_lookup_that_fails_where_it_raised() -> None:
     row = examined(Checks(), torch.randn(3, 6, 4)).rows["(model)"]
     assert row.status == "rewritten"

@@ -261,6 +261,7 @@ T = torch.randn(3, 5, 4, generator=torch.Generator().manual_seed(0))
 R = T[:, 0].contiguous()
 
 
+@pytest.mark.jobs
 @pytest.mark.filterwarnings("ignore:std")  # of the way that torch.where does not choose
 @pytest.mark.parametrize(
     ("model", "example", "fresh"),

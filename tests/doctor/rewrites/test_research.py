@@ -14,6 +14,7 @@ from trueline.capture.model.eager import EagerSession
 from trueline.doctor.api import calls_of
 from trueline.doctor.patch import patch_module
 from trueline.doctor.survey import Survey, survey
+from worlds.cases import few
 
 pytestmark = pytest.mark.slow
 MODELS = {one.name: one for one in research.SHELF.found}
@@ -51,15 +52,21 @@ def healed(name: str) -> str:
 
 @pytest.mark.parametrize(
     ("name", "line"),
-    [
-        pytest.param("HashRows", "+        rows = (ids * 31 + 7) % 16", marks=pytest.mark.long),
-        ("LastToken", "torch.arange(last.shape[0])"),
-        pytest.param("CountsInDict", "(ids.flatten() == i).sum()", marks=pytest.mark.long),
-        pytest.param("SortedByScore", "torch.argsort(scores, stable=True, descending=True)", marks=pytest.mark.long),
-        pytest.param("SortedRows", "row.argmax()", marks=pytest.mark.long),
-        ("Buckets", "torch.bucketize(x, torch.as_tensor(self.edges), right=True)"),
-        ("FlagCount", "torch.where(on, 1, 0).sum()"),
-    ],
+    few(
+        [
+            pytest.param("HashRows", "+        rows = (ids * 31 + 7) % 16", marks=pytest.mark.long),
+            ("LastToken", "torch.arange(last.shape[0])"),
+            pytest.param("CountsInDict", "(ids.flatten() == i).sum()", marks=pytest.mark.long),
+            pytest.param(
+                "SortedByScore", "torch.argsort(scores, stable=True, descending=True)", marks=pytest.mark.long
+            ),
+            pytest.param("SortedRows", "row.argmax()", marks=pytest.mark.long),
+            ("Buckets", "torch.bucketize(x, torch.as_tensor(self.edges), right=True)"),
+            ("FlagCount", "torch.where(on, 1, 0).sum()"),
+        ],
+        1,
+        pytest.mark.jobs,
+    ),
 )
 def test_numbers_that_python_takes_out_of_a_tensor_stay_in_it(name: str, line: str) -> None:
     assert line in healed(name)

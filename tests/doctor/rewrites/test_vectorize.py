@@ -90,6 +90,7 @@ def test_a_loop_that_begins_with_numbers_carries_them_as_tensors() -> None:
     assert "torch.full((), shift, dtype=torch.float32)" in diff
 
 
+@pytest.mark.jobs
 def test_a_list_may_give_its_name_to_the_tensor_that_is_made_of_it() -> None:
     assert " = scan(" in healed(loops.Smoothed(), torch.randn(3, 5, 4), torch.randn(2, 8, 4), torch.randn(1, 1, 4))
 

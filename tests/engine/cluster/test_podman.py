@@ -46,6 +46,7 @@ def scheduled(folder, tmp_path):
         world.wait(name, ENDED)
 
 
+@pytest.mark.jobs
 def test_an_image_that_cannot_be_pulled_is_named(folder, tmp_path):
     scheduler = PodmanScheduler(PodmanSettings(image="localhost:1/no/such:image"), folder)
     world = Scheduled(scheduler, tmp_path)

@@ -124,7 +124,7 @@ def test_a_server_that_starts_leaves_the_processes_and_folders_of_living_ones_al
     assert left(temporary) == []
 
 
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
+@pytest.mark.parametrize("how", few([signal.SIGKILL, signal.SIGTERM], 1, pytest.mark.jobs))
 def test_what_a_worker_started_ends_with_it_also_in_sessions_of_their_own(
     temporary: Path, store: Path, tmp_path: Path, how: signal.Signals
 ) -> None:

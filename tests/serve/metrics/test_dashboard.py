@@ -151,6 +151,7 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Iterator[browser.Page]:
         yield opened
 
 
+@pytest.mark.jobs
 @pytest.mark.slow
 @needs_browser
 @pytest.mark.parametrize("width", few(WIDTHS, 1, pytest.mark.jobs))
@@ -196,6 +197,7 @@ def test_a_reader_who_likes_it_dark_gets_it_dark(served: serve.RunningServer, pa
     assert grounds == ["rgb(246, 247, 249)", "rgb(20, 24, 29)"]
 
 
+@pytest.mark.jobs
 @pytest.mark.slow
 @needs_browser
 def test_a_server_that_stops_is_said_on_the_page(page: browser.Page, tmp_path: Path) -> None:

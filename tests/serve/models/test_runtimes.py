@@ -101,6 +101,7 @@ def test_a_bundle_without_an_onnx_program_is_served(tmp_path: Path) -> None:
     assert loaded.plan.batch, loaded.plan.why
 
 
+@pytest.mark.jobs
 def test_a_program_that_is_not_in_the_bundle_and_a_device_that_is_not_here_are_said(path: Path) -> None:
     bundle = open_bundle(path)
     with pytest.raises(BundleError, match=r"no program in format 'offload' \(has: .*torchscript"):

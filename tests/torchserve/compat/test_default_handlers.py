@@ -178,6 +178,7 @@ def test_an_explanation_without_captum_says_what_is_missing(tmp_path: Path, monk
         handler.handle([{"body": png((1, 2, 3))}], context(tmp_path, explain=True))
 
 
+@pytest.mark.jobs
 def test_an_image_is_explained_by_what_each_of_its_values_adds_to_the_class(tmp_path: Path) -> None:
     pytest.importorskip("captum", reason="Captum is not installed: pip install 'trueline[explain]'")
     handler = ImageClassifier()

@@ -390,6 +390,7 @@ def test_a_workflow_is_registered_asked_described_and_unregistered_in_torchserve
     run(store, act)
 
 
+@pytest.mark.jobs
 @pytest.mark.slow
 def test_a_workflow_of_which_one_node_fails_leaves_nothing_behind(store: Path) -> None:
     broken = "models: {ok: {url: double.mar}, bad: {url: broken.mar}}\ndag: {pre: [ok], ok: [bad]}"
@@ -468,6 +469,7 @@ def test_without_allow_code_a_workflow_is_refused_and_nothing_of_it_is_unpacked(
     run(store, act, code=False)
 
 
+@pytest.mark.jobs
 @pytest.mark.slow
 def test_a_node_of_a_workflow_changes_with_the_workflow_alone(store: Path) -> None:
     async def act(app: WorkflowApp) -> None:
@@ -645,6 +647,7 @@ def test_what_is_under_way_is_answered_when_its_workflow_is_unregistered(store: 
     run(store, act)
 
 
+@pytest.mark.jobs
 @pytest.mark.slow
 def test_a_restart_brings_workflows_back_and_one_that_was_exchanged_is_wanted_on(store: Path) -> None:
     async def first(app: WorkflowApp) -> None:
@@ -677,6 +680,7 @@ def test_a_restart_brings_workflows_back_and_one_that_was_exchanged_is_wanted_on
         run(store, act)
 
 
+@pytest.mark.jobs
 @pytest.mark.slow
 def test_what_one_process_is_told_of_workflows_reaches_the_other(store: Path) -> None:
     async def act(one: WorkflowApp) -> None:

@@ -155,6 +155,7 @@ KINDS = [
 ]  # fmt: skip
 
 
+@pytest.mark.jobs
 @pytest.mark.parametrize(("make", "name"), few(KINDS, 1, pytest.mark.jobs))
 def test_a_worker_whose_loss_reads_other_values_than_the_first_ones_does_not_begin(make, name, join):
     first = train(*make(0))
@@ -228,6 +229,7 @@ def make_weights(kind: str, number: int) -> Any:
     return {"words": {f"{at}" for at in range(2000) if at != 1990 + number}, **made}[kind]
 
 
+@pytest.mark.jobs
 @pytest.mark.parametrize("kind", few(["list", "dict", "words", "few"], 1, pytest.mark.jobs))
 def test_items_of_long_collections_and_of_sets_are_compared_though_the_records_do_not_read_them(kind, join):
     def make(number: int) -> tuple[nn.Module, Loss]:
@@ -259,6 +261,7 @@ def test_what_one_worker_had_no_time_for_is_not_compared():
     assert not contents.is_same(all_of_it, contents.digest(other, time.monotonic() + 60))
 
 
+@pytest.mark.jobs
 def test_long_collections_that_differ_and_are_not_used_end_nothing(join):
     def make(number: int) -> tuple[nn.Module, Loss]:
         model, names = plain_model(), {f"/tmp/{number}/{at}": number for at in range(1000)}
@@ -267,6 +270,7 @@ def test_long_collections_that_differ_and_are_not_used_end_nothing(join):
     assert join(train(*make(0)), *make(1)) == [True]
 
 
+@pytest.mark.jobs
 def test_what_no_loss_reads_may_differ(join):
     def make(number: int) -> tuple[nn.Module, Loss]:
         model, began, worker, history = plain_model(), time.time(), os.getpid() + number, [float(number)]
@@ -280,6 +284,7 @@ def test_what_no_loss_reads_may_differ(join):
     assert join(train(*make(0)), *make(1)) == [True]
 
 
+@pytest.mark.jobs
 def test_a_global_of_a_file_that_the_loops_file_imports_is_compared(join, monkeypatch):
     helper = types.ModuleType("users_helper")
     helper.__file__ = "/home/user/users_helper.py"
@@ -292,6 +297,7 @@ def test_a_global_of_a_file_that_the_loops_file_imports_is_compared(join, monkey
         join(first, model, lambda batch: helper.scale(error(model, batch)))
 
 
+@pytest.mark.jobs
 def test_a_number_that_differs_and_may_have_no_other_value_ends_nothing(join):
     def make(number: int) -> tuple[nn.Module, Loss]:
         model, place, scale = plain_model(), number, ctypes.c_double(1.0 + number // 2)

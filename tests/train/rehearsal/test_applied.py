@@ -208,6 +208,7 @@ def test_a_module_without_shapes_somewhere_in_the_process_hides_nothing():
     assert empty.weight.is_meta
 
 
+@pytest.mark.jobs
 def test_a_model_in_a_loop_can_be_copied_and_pickled_and_the_copy_computes_alone(tmp_path):
     copies = []
 
@@ -227,6 +228,7 @@ def test_a_model_in_a_loop_can_be_copied_and_pickled_and_the_copy_computes_alone
     torch.testing.assert_close(world.model(world.inputs), wanted)
 
 
+@pytest.mark.jobs
 def test_a_scheduler_that_the_job_does_not_have_is_refused_and_given_ones_train_with_their_parts():
     world = World()
     own = lr_scheduler.StepLR(world.advance, 100)
@@ -312,6 +314,7 @@ def test_a_warmup_by_a_count_of_the_loop_is_refused_though_it_would_be_over_at_l
         warm_up(count)
 
 
+@pytest.mark.jobs
 @pytest.mark.parametrize("count", few(["the step", "the job"], 1, pytest.mark.jobs))
 def test_a_warmup_by_the_step_trains(count):
     warm_up(count)
@@ -368,6 +371,7 @@ def test_a_number_of_batches_that_is_only_logged_or_is_the_place_of_something_tr
     add_later(lambda number, batch: not names[number])
 
 
+@pytest.mark.jobs
 def test_a_loop_trains_whose_records_in_a_trial_are_as_many_as_the_models_parameters():
     """Its labels are no flat average of the weights, which have the same shape then."""
     inputs = torch.randn(60, FEW - 1, generator=torch.Generator().manual_seed(0))

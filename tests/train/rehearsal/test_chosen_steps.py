@@ -249,6 +249,7 @@ def test_what_a_generator_that_passes_batches_on_counts_is_tried_too():
         run.train(lambda run, step: None, epochs=410, through=functools.partial(cool_between, run))
 
 
+@pytest.mark.jobs
 @pytest.mark.parametrize("counts", few(["the step", "an attribute"], 1, pytest.mark.jobs))
 def test_a_table_of_late_steps_is_tried_at_its_keys(counts):
     run = Run()
@@ -376,6 +377,7 @@ def evaluate(run, step):
         run.model.train()
 
 
+@pytest.mark.jobs
 @pytest.mark.parametrize(
     ("change", "after"),
     few([(set_by_the_step, False), (cool_from_then_on, False), (evaluate, True)], 1, pytest.mark.jobs),

@@ -100,6 +100,7 @@ def test_a_loss_that_counts_what_few_records_have_ends_before_the_step_that_has_
     assert "weight" in refused.value.hint
 
 
+@pytest.mark.jobs
 def test_a_loss_that_counts_what_few_records_have_trains_with_its_weight_or_over_whole_shards():
     data = records()
     data[1][RARE] = np.nan
@@ -134,6 +135,7 @@ def test_a_loss_that_follows_from_the_step_is_tried_once_more_and_trains(loss_of
     assert (applied, len(doubted)) == (50, 1)
 
 
+@pytest.mark.jobs
 def test_a_record_that_is_something_new_is_tried_and_trains_where_the_loss_is_a_mean_all_the_same():
     data = records()
     data[0][RARE, 1] = 0.0

@@ -58,7 +58,7 @@ MADE: list[tuple[Callable[[], Any], Callable[[Any], float]]] = [
 ]
 
 
-@pytest.mark.parametrize(("make", "draw"), few(MADE, 2, pytest.mark.jobs))
+@pytest.mark.parametrize(("make", "draw"), few(MADE, 1, pytest.mark.jobs))
 def test_a_step_that_draws_from_a_generator_of_the_loops_own_ends_before_it_is_applied(
     make: Callable[[], Any], draw: Callable[[Any], float]
 ) -> None:
@@ -67,6 +67,7 @@ def test_a_step_that_draws_from_a_generator_of_the_loops_own_ends_before_it_is_a
         train(lambda: draw(own))
 
 
+@pytest.mark.jobs
 @pytest.mark.parametrize(("make", "draw"), few(MADE, 1, pytest.mark.jobs))
 def test_a_loop_whose_losses_do_not_follow_from_what_it_draws_trains(
     make: Callable[[], Any], draw: Callable[[Any], float]

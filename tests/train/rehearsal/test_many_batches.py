@@ -119,6 +119,7 @@ KINDS = [count_in_database, count_in_array, count_in_memory_of_c, count_in_strin
          count_in_method, count_by_chance]  # fmt: skip
 
 
+@pytest.mark.jobs
 @pytest.mark.parametrize("kind", few(KINDS, 1, pytest.mark.jobs))
 def test_a_count_that_a_loop_keeps_where_nothing_looks_is_refused_if_it_changes_later_batches(kind):
     with pytest.raises(UsageError, match=r"within \d+ batches the loop changes something that later") as why:
@@ -154,6 +155,7 @@ def test_a_loop_that_counts_for_nothing_trains_and_its_own_objects_have_seen_no_
     assert seen[0] == 1, "its first step"
 
 
+@pytest.mark.jobs
 def test_a_loop_that_ends_itself_in_the_trial_trains_and_an_event_says_what_was_not_tried(monkeypatch):
     told = []
     monkeypatch.setattr(fork.events, "emit", lambda name, **fields: told.append((name, fields.get("why", ""))))
@@ -181,6 +183,7 @@ def test_parameters_that_a_loop_changes_after_many_batches_are_named():
         train(lambda: 0, after=clamp)
 
 
+@pytest.mark.jobs
 def test_a_loop_whose_own_steps_halve_the_rate_after_many_batches_is_refused():
     seen = array.array("q", [0])
 
@@ -228,6 +231,7 @@ def test_a_recipe_that_counts_where_nothing_looks_is_refused_if_later_batches_ha
 CONTEXT = contextvars.ContextVar("seen", default=0)
 
 
+@pytest.mark.jobs
 def test_a_count_in_a_variable_of_a_context_is_tried_however_far_it_counts():
     def count():
         CONTEXT.set(CONTEXT.get() + 1)

@@ -105,11 +105,13 @@ def test_a_mode_that_follows_from_the_step_trains_alike_for_one_and_three_worker
             torch.testing.assert_close(torch.tensor(mine), torch.tensor(its), rtol=1e-6, atol=1e-9)
 
 
+@pytest.mark.jobs
 def test_a_model_that_is_evaluated_between_its_batches_trains():
     *_, ran = train(lambda model, _: model.train(), lambda model, _: model.eval())
     assert ran == list(range(12))
 
 
+@pytest.mark.jobs
 @pytest.mark.parametrize("length", few([1, 2, 4], 1, pytest.mark.jobs))
 def test_a_loop_that_evaluates_after_an_epoch_and_calls_train_where_the_next_begins_trains(length):
     *_, ran = train(

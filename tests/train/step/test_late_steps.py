@@ -71,6 +71,7 @@ AT_A_STEP: list[Loss] = [
 ]
 
 
+@pytest.mark.jobs
 @pytest.mark.parametrize("loss", few(AT_A_STEP, 1, pytest.mark.jobs))
 def test_a_loss_that_compares_records_from_a_later_step_on_is_refused_before_the_first(loss: Loss) -> None:
     with pytest.raises(UsageError, match=r"in step \d+, the loss of \d+ records .* is not made of its parts"):
@@ -130,6 +131,7 @@ def test_parameters_that_a_later_step_freezes_are_refused_before_the_first(part:
         train(freeze)
 
 
+@pytest.mark.jobs
 def test_a_loop_that_draws_from_a_later_step_on_has_shards_from_the_first_step_on() -> None:
     def noisy(model: nn.Module, batch: Any, _: Any) -> Tensor:
         later = batch.step > 12
@@ -148,6 +150,7 @@ BOUND: list[Loss] = [
 ]
 
 
+@pytest.mark.jobs
 @pytest.mark.parametrize("loss", few(BOUND, 1, pytest.mark.jobs))
 def test_a_bound_of_what_a_batch_is_reduced_to_is_found_though_no_batch_has_met_it(loss: Loss) -> None:
     with pytest.raises(UsageError, match=r"beyond a bound .* is not made of its parts"):
@@ -164,6 +167,7 @@ UNHARMED: list[Loss] = [
 ]
 
 
+@pytest.mark.jobs
 @pytest.mark.parametrize("loss", few(UNHARMED, 1, pytest.mark.jobs))
 def test_bounds_of_single_records_and_of_weights_and_curricula_of_means_train(loss: Loss) -> None:
     job = train(loss)

@@ -92,6 +92,7 @@ def test_a_measure_that_would_differ_between_members_is_refused_before_the_first
     assert torch.equal(run.model[0].weight, weight)
 
 
+@pytest.mark.jobs
 def test_a_measure_that_returns_sums_evaluates_and_has_seen_no_call_of_the_trial():
     run = Run()
     job = run.train(lambda run, start, stop: run.compute(start, stop))

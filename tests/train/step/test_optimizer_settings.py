@@ -70,6 +70,7 @@ def test_rates_that_a_loop_sets_for_each_step_hold_for_members_without_records_t
             torch.testing.assert_close(torch.tensor(mine), torch.tensor(its), rtol=1e-6, atol=1e-9)
 
 
+@pytest.mark.jobs
 def test_a_loop_sees_no_batch_that_is_only_tried():
     _, seen = loop()
     assert seen == list(range(12))

@@ -15,6 +15,7 @@ from trueline.errors import UsageError
 from trueline.train.elastic import Elastic
 from trueline.train.step.options import Options
 from trueline.train.step.parts.own_seeds import DrawnNumbers, _expect_no_same_draws
+from worlds.cases import few
 
 INPUTS = torch.randn(96, 4, generator=torch.Generator().manual_seed(3))
 Noise = Callable[[Any], torch.Tensor]
@@ -141,6 +142,9 @@ def of_all_steps(batch: Any) -> torch.Tensor:
     return torch.randn(batch.inputs.shape)
 
 
-@pytest.mark.parametrize("noise", [of_the_records, of_the_step, of_all_steps, lambda b: torch.randn(b.inputs.shape)])
+@pytest.mark.parametrize(
+    "noise",
+    few([of_the_records, of_the_step, of_all_steps, lambda b: torch.randn(b.inputs.shape)], 1, pytest.mark.jobs),
+)
 def test_noise_of_the_records_of_one_step_for_all_and_of_no_seed_trains(noise):
     assert train(noise)._plan.micro_batch == 4

@@ -151,6 +151,7 @@ def test_who_catches_up_leaves_out_a_step_whose_loss_is_no_number():
     assert all(value.isfinite().all() for value in model.parameters())
 
 
+@pytest.mark.jobs
 def test_workers_of_which_some_have_halved_their_scale_agree_on_one_when_they_regroup():
     def run() -> tuple[list[Any], float]:
         torch.manual_seed(0)
@@ -318,6 +319,7 @@ class Sparse(torch.nn.Module):
         return self.last(self.words(ids).mean(1) + self.bags(ids))
 
 
+@pytest.mark.jobs
 @pytest.mark.parametrize(
     ("members", "batch"), few([(2, 8), (3, 2)], 1, pytest.mark.jobs)
 )  # of three, one has no records of a batch of 2

@@ -251,6 +251,7 @@ def test_what_is_done_between_two_batches_is_seen_too():
         loop(net, "numbers", loss, after=changing)()
 
 
+@pytest.mark.jobs
 def test_a_loop_that_begins_to_draw_later_ends_before_that_step_is_applied():
     def late(model: Any, inputs: Any, labels: Any, batch: Any, *_: Any) -> torch.Tensor:
         """In a step that no trial has met."""
@@ -337,6 +338,7 @@ def masked(model: Any, inputs: Any, labels: Any, epsilon: float) -> tuple[torch.
     return (squares(model, inputs, labels) * counts).sum() / (counts.sum() + epsilon), counts.sum()
 
 
+@pytest.mark.jobs
 @pytest.mark.parametrize("inside", few([0.0, 1e-6], 1, pytest.mark.jobs))
 def test_an_epsilon_beside_a_weight_that_single_precision_would_round_off_trains(inside):
     def loss(*given: Any) -> tuple[torch.Tensor, torch.Tensor]:

@@ -118,6 +118,7 @@ def test_parameters_that_the_loop_clamps_after_a_step_end_the_job_before_the_nex
     assert world.applied == 14
 
 
+@pytest.mark.jobs
 def test_parameters_that_the_loop_clamps_after_a_step_that_it_names_are_refused_before_the_first():
     def clamp(model: nn.Module) -> None:
         with torch.no_grad():
@@ -164,6 +165,7 @@ def test_records_that_are_made_of_what_training_changes_are_refused_before_the_f
     assert world.applied == 0
 
 
+@pytest.mark.jobs
 def test_records_that_a_fixed_part_of_the_model_makes_are_trained():
     world = World()
     fixed = world.model[0].requires_grad_(False)
@@ -218,6 +220,7 @@ def test_steps_of_a_loop_in_half_precision_are_cut_into_shards_unless_a_setting_
         assert (world.applied, sizes) == (5, expected)
 
 
+@pytest.mark.jobs
 def test_gradient_checkpointing_of_the_whole_model_trains():
     world = World()
     world.train(lambda model, batch: mean(checkpoint(model, batch.inputs, use_reentrant=False), batch.labels))
@@ -328,6 +331,7 @@ def test_records_of_different_lengths_that_draw_are_padded_together_and_do_not_d
     assert all(torch.equal(value, found[1][one]) for one, value in found[0].items())
 
 
+@pytest.mark.jobs
 def test_a_sampler_of_a_data_loader_that_the_job_would_ignore_is_refused():
     sampler = WeightedRandomSampler([1.0] * RECORDS, RECORDS)
     with pytest.raises(UsageError, match="has a WeightedRandomSampler") as caught:
@@ -374,7 +378,7 @@ def spread(model: nn.Module, batch: Any) -> Tensor:
     return (outputs.mean() - 1) ** 2 + mean(outputs, batch.labels) + (1 - spread).relu().mean()
 
 
-@pytest.mark.parametrize("kind", few(["gate", "small gate", "head"], 2, pytest.mark.jobs))
+@pytest.mark.parametrize("kind", few(["gate", "small gate", "head"], 1, pytest.mark.jobs))
 def test_what_compares_records_is_found_behind_parameters_that_begin_as_constants(kind):
     world = World()
     if kind == "head":

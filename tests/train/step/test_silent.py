@@ -55,7 +55,7 @@ REFUSED: dict[str, tuple[Loss, dict[str, Any], str]] = {
 }
 
 
-@pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.parametrize("name", few(REFUSED, 1, pytest.mark.jobs))
 def test_a_loss_that_would_train_nothing_is_refused_whatever_reduction_is_named(name):
     loss, options, words = REFUSED[name]
     with pytest.raises(UsageError, match=words) as caught:
