@@ -253,6 +253,16 @@ def closest(word: str, names: Iterable[str]) -> str | None:
     return next(iter(difflib.get_close_matches(word, list(names), n=1, cutoff=0.6)), None)
 
 
+def name_type(value: object) -> str:
+    """The class of a value, in words.
+
+    >>> name_type(3), name_type({})
+    ('an int', 'a dict')
+    """
+    name = type(value).__name__
+    return f"{'an' if name[0] in 'aeiouAEIOU' else 'a'} {name}"
+
+
 def join_names(names: Iterable[str]) -> str:
     """Names for a message, `none` when there are none.
 

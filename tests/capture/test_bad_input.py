@@ -338,7 +338,7 @@ class Waves(nn.Module):
     few(
         [
             (Squeezed, torch.randn(3, 4), "has shape", "squeezed"),
-            (Beside, torch.randn(3, 4), "'temperature' of the model is a float", "beside"),
+            (Beside, torch.randn(3, 4), "'temperature' of the model is a float, not a tensor", "beside"),
             (Sometimes, torch.randn(3, 4), "the model returned 2 tensors, and 1 on its example", "sometimes"),
             (Unlike, (torch.randn(3, 4), torch.randn(2, 4)), r"\(x: \[3, 4\], h: \[2, 4\]\)", "unlike"),
             (Sparse, torch.randn(3, 4), r"output 'output' is torch.sparse_coo, which no bundle", "sparse"),
@@ -356,7 +356,7 @@ def test_a_refusal_of_the_form_of_inputs_and_outputs_names_the_users_line(
     assert marks.place_of(__file__, mark) in refused.value.message
     assert {
         "squeezed": "squeeze(-1)",
-        "beside": "return tensors",
+        "beside": "make a tensor of the number",
         "sometimes": "return all of them always",
         "unlike": "dynamic_shapes() declares it",
         "sparse": ".to_dense()",

@@ -288,7 +288,7 @@ def test_a_manifest_without_a_digest_of_its_tensors_is_refused(tmp_path):
     ("made", "found", "hint"),
     [
         (torch.nn.Linear, "the class Linear", "return an instance: return Linear(...)"),
-        (3, "a int", "return the model"),
+        (3, "an int", "return the model"),
         (None, "a NoneType", "return the model"),
     ],
 )

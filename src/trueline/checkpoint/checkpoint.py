@@ -36,7 +36,7 @@ from trueline.checkpoint.manifest import steps as steps
 from trueline.checkpoint.manifest import sweep as sweep
 from trueline.checkpoint.snapshot import Snapshot, as_bytes
 from trueline.columns import fitted as columns
-from trueline.errors import CheckpointError, RecipeError
+from trueline.errors import CheckpointError, RecipeError, name_type
 from trueline.storage.checkpoint_store import Parts
 from trueline.storage.direct_file import Fill
 from trueline.storage.location import Location, join_location, local_path, split_location
@@ -260,7 +260,7 @@ def load_model(recipe: Recipe, checkpoint: Location | None) -> torch.nn.Module:
     """
     model: object = bind_columns(recipe, checkpoint).make_model()
     if not isinstance(model, torch.nn.Module):
-        made = f"the class {model.__name__}" if isinstance(model, type) else f"a {type(model).__name__}"
+        made = f"the class {model.__name__}" if isinstance(model, type) else name_type(model)
         raise RecipeError(
             f"recipe '{recipe.name}': model() returned {made}, expected a torch.nn.Module",
             hint=f"return an instance: return {model.__name__}(...)" if isinstance(model, type) else "return the model",

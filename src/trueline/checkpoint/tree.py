@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from trueline.errors import CheckpointError
+from trueline.errors import CheckpointError, name_type
 
 Skeleton = Any
 """None, bool, int, float, str, or one of {"t": i}, {"n": i}, {"l": [..]}, {"u": [..]}, {"d": [[key, value], ..]}."""
@@ -48,7 +48,7 @@ def _encode(node: Any, tensors: list[torch.Tensor], where: str) -> Skeleton:
                 raise CheckpointError(f"{where} has the key {key!r} of type {kind}; expected a string or an integer")
         return {"d": [[key, _encode(node[key], tensors, f"{where}.{key}")] for key in node]}
     raise CheckpointError(
-        f"{where} is a {type(node).__name__}, which a checkpoint cannot hold without pickle",
+        f"{where} is {name_type(node)}, which a checkpoint cannot hold without pickle",
         hint="keep tensors, arrays, numbers, strings, lists and dicts in state_dict()",
     )
 

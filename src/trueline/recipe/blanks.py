@@ -21,7 +21,7 @@ from typing import Any
 from trueline import files
 from trueline.columns import declared
 from trueline.data.source import find_rule_fault
-from trueline.errors import RecipeError, join_names
+from trueline.errors import RecipeError, join_names, name_type
 from trueline.recipe import elasticdl
 from trueline.recipe.contract import BLANKS, Blank, Recipe, takes_columns
 from trueline.recipe.settings import TrainingSettings
@@ -165,9 +165,9 @@ def _likeness(one: str, other: str) -> float:
 def _check_value(blank: Blank, spelling: str, value: Any, *, columns: bool) -> Iterator[Problem]:
     what = f"'{spelling}'{_place(value)}"
     if not callable(value):
-        yield Problem(f"{what} is {_kind(value)}, expected a function `{blank.form}`")
+        yield Problem(f"{what} is {name_type(value)}, expected a function `{blank.form}`")
     elif blank.name in ("model", "loss") and _is_module(value) == (blank.name == "model"):
-        kind, hint = _kind(value), "write `def model(): return ...`, so that every worker can make its own"
+        kind, hint = name_type(value), "write `def model(): return ...`, so that every worker can make its own"
         if blank.name == "loss":
             kind = f"the class {value.__name__}"
             hint = "write `loss = torch.nn.CrossEntropyLoss()`, an instance and not its class"
@@ -220,7 +220,7 @@ def _call_swapped(function: Callable[[Any, Any], Any], outputs: Any, labels: Any
 def _convert_metrics(metrics: Callable[[], Mapping[str, Any]], elasticdl: bool) -> dict[str, Any]:
     returned = metrics()
     if not isinstance(returned, Mapping) or not all(map(callable, returned.values())):
-        raise RecipeError(f"metrics() returned {_kind(returned)}, expected {{name: function(outputs, labels)}}")
+        raise RecipeError(f"metrics() returned {name_type(returned)}, expected {{name: function(outputs, labels)}}")
     ours = {}
     for name, function in returned.items():
         first = _labels_first(function)
@@ -273,11 +273,6 @@ def _wrong_value(expected: DeclaredSetting, value: Any) -> Iterator[Problem]:
         yield Problem(f"{text}, expected a {'whole ' if kind is int else ''}number of {setting.bounds}")
     elif not setting.allows(value) or abs(value) >= (2**63 if kind is int else math.inf):
         yield Problem(f"{text}, expected a number of {setting.bounds}")
-
-
-def _kind(value: Any) -> str:
-    name = type(value).__name__
-    return f"{'an' if name[0].lower() in 'aeiou' else 'a'} {name}"
 
 
 def _place(value: Any) -> str:

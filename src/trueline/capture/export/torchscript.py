@@ -32,7 +32,7 @@ from trueline.capture.model import code_paths
 from trueline.capture.model.code_paths import SourceLine
 from trueline.capture.model.dynamic_dims import resize_tensor
 from trueline.capture.model.signature import BATCH, Calling, TensorModule
-from trueline.errors import BundleError, CaptureError, first_line
+from trueline.errors import BundleError, CaptureError, first_line, name_type
 from trueline.runtime import torchscript_archive
 from trueline.runtime.torchscript import FILE, first, ignore_deprecation
 
@@ -192,7 +192,7 @@ def _literal(value: Any) -> str:
     if type(value) is dict:
         return "{" + ", ".join(f"{key!r}: {_literal(one)}" for key, one in value.items()) + "}"
     raise CaptureError(
-        f"the model is called with a {type(value).__name__}, which TorchScript cannot be given",
+        f"the model is called with {name_type(value)}, which TorchScript cannot be given",
         hint="call it with tensors, numbers, and tuples, lists and dicts of them",
     )
 

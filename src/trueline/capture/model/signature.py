@@ -21,7 +21,7 @@ from trueline.capture.model.dynamic_dims import BATCH as BATCH
 from trueline.capture.model.dynamic_dims import Free, Place
 from trueline.capture.model.explicit_state import GIVEN, NEXT, Explicit, preserve_buffers, users_own
 from trueline.capture.model.output_places import OutputPlaces, name_output, name_step
-from trueline.errors import CaptureError
+from trueline.errors import CaptureError, name_type
 from trueline.recipe.eager_mode import as_trained
 
 
@@ -298,8 +298,10 @@ _AS_REAL = {
 def _spec(role: str, name: str, leaf: Any, num_records: int | None) -> TensorSpec:
     if not isinstance(leaf, torch.Tensor):
         raise CaptureError(
-            f"{role} '{name}' of the model is a {type(leaf).__name__}, not a tensor",
-            hint="return tensors, or tuples and dicts of them",
+            f"{role} '{name}' of the model is {name_type(leaf)}, not a tensor",
+            hint="make a tensor of the number, as torch.tensor([n]), or leave it out"
+            if isinstance(leaf, int | float)
+            else "return tensors, or tuples and dicts of them",
         )
     if leaf.layout is not torch.strided or leaf.is_nested or leaf.is_quantized:
         kind = "nested" if leaf.is_nested else "quantized" if leaf.is_quantized else str(leaf.layout)

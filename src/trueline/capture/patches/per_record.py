@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from trueline.capture.patches import Patch
-from trueline.errors import CaptureError
+from trueline.errors import CaptureError, name_type
 
 PATCH = Patch(
     issue="none found", versions="torch 2.13", cost="a second export; no batches", helps=("vilt", "RaggedMeans")
@@ -76,7 +76,7 @@ class MappedRecords(torch.nn.Module):
         target = str(spec.target)
         tensor = single.state_dict[target] if target in single.state_dict else single.constants[target]
         if not isinstance(tensor, torch.Tensor):
-            raise CaptureError(f"the model holds a {type(tensor).__name__}, which no program of records can take")
+            raise CaptureError(f"the model holds {name_type(tensor)}, which no program of records can take")
         name = target.replace(".", "_")
         if spec.kind is InputKind.PARAMETER:
             self.register_parameter(name, torch.nn.Parameter(tensor, requires_grad=False))

@@ -15,7 +15,7 @@ from typing import Any
 import pyarrow as pa
 
 from trueline.data.records import FileListing, FileUnit, torn_error
-from trueline.errors import DataError, join_names
+from trueline.errors import DataError, join_names, name_type
 from trueline.storage.location import File, LocalFile, Stamp, read_range
 
 _MAGIC = b"ARROW1"
@@ -127,5 +127,5 @@ def _json(path: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise DataError(f"cannot read {path}: {error}") from error
     if not isinstance(facts, dict):
-        raise DataError(f"{path} is a {type(facts).__name__}, expected an object")
+        raise DataError(f"{path} is {name_type(facts)}, expected an object")
     return facts

@@ -18,7 +18,7 @@ from trueline.data.loading.random_state import generator_state
 from trueline.data.loading.seeding import seed_generators
 from trueline.data.order.permutation import Indices
 from trueline.data.source import Batch, Mode, Unit, check_indices
-from trueline.errors import DataError, UsageError
+from trueline.errors import DataError, UsageError, name_type
 
 _SAMPLES, TRIES = 8, 3
 
@@ -141,7 +141,7 @@ class DatasetSource:
             return (item[0] if isinstance(item, tuple | list) and len(item) == 1 else item), None
         count = f" of {len(item)}" if isinstance(item, tuple | list) else ""
         raise DataError(
-            f"record {index} of dataset {self._kind} is a {type(item).__name__}{count}, expected (inputs, label)",
+            f"record {index} of dataset {self._kind} is {name_type(item)}{count}, expected (inputs, label)",
             hint="several inputs go in a tuple or dict of their own: ((first, second), label)",
         )
 
@@ -153,7 +153,7 @@ class DatasetSource:
         if self._mode == "prediction":
             return Batch(made, None)
         raise DataError(
-            f"collate_fn made a {type(made).__name__} of records {numbers[:8]} of dataset {self._kind}, expected "
+            f"collate_fn made {name_type(made)} of records {numbers[:8]} of dataset {self._kind}, expected "
             "(inputs, labels)",
             hint="several inputs go in a tuple or dict of their own: ((first, second), label)",
         )
@@ -183,7 +183,7 @@ def _refuse_sampler(loader: Any) -> None:
     if plain and not getattr(sampler, "replacement", False) and getattr(sampler, "num_samples", count) <= count:
         return
     raise UsageError(
-        f"the DataLoader has a {type(sampler).__name__}, and a job takes each record once an epoch, in its own order",
+        f"the DataLoader has {name_type(sampler)}, and a job takes each record once an epoch, in its own order",
         hint="give the data set itself: a part as torch.utils.data.Subset, weights by trueline.data.sources.mixture."
         'sample_by_weight, an order by Options(shuffle="none")',
     )

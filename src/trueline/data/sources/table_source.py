@@ -17,7 +17,7 @@ from trueline.data.order.permutation import Indices
 from trueline.data.records import Records
 from trueline.data.source import Batch, Mode, check_indices
 from trueline.data.sources.mixture import describe_record
-from trueline.errors import DataError
+from trueline.errors import DataError, name_type
 
 CACHE_BYTES = 256 * 2**20
 AHEAD = 2
@@ -162,7 +162,7 @@ class TableSource:
             raise DataError(f"{self._what} fails on {where}: {type(error).__name__}: {error}") from error
         if not isinstance(result, (tuple, list)) or len(result) != 2:
             count = f" of {len(result)}" if isinstance(result, tuple | list) else ""
-            raise DataError(f"{self._what} returned a {type(result).__name__}{count}, expected (inputs, labels)")
+            raise DataError(f"{self._what} returned {name_type(result)}{count}, expected (inputs, labels)")
         inputs, labels = result
         _check_count(inputs, table.num_rows, self._inputs)
         if labels is not None or self._mode != "prediction":
@@ -200,6 +200,6 @@ def _check_count(value: Any, count: int, what: str) -> None:
             _check_count(item, count, f"item {number} in {what}")
     else:
         raise DataError(
-            f"{what}: found a {type(value).__name__}, expected tensors",
+            f"{what}: found {name_type(value)}, expected tensors",
             hint="make them with trueline.data.loading.tensors.tensor(records['column'])",
         )
