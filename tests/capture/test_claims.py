@@ -42,6 +42,25 @@ class RealHole(nn.Module):
         return x * 2
 
 
+class SquaresEnd(nn.Module):
+    """A square loses what is beyond 200 rows."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.shape[1] == x.shape[2]:
+            x = x.clone()
+            x[:, 200:] = 0
+        return x * 2
+
+
+class FillsUpToASquare(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        height, width = x.shape[1:]
+        if height != width:
+            side = max(height, width)
+            x = nn.functional.pad(x, (0, side - width, 0, side - height))
+        return x * 2
+
+
 class Positions(nn.Module):
     """A table of 10 positions, looked up by number: no guard says so."""
 
@@ -108,6 +127,16 @@ def test_a_length_at_which_the_values_differ_is_refused_in_the_words_of_the_guar
     assert [guard.text for guard in bundle.signature.guards] == ["length != 7"]
     with pytest.raises(RequestError, match="length = 7 are outside the proven range, in which length is not 7"):
         open_program(bundle).run({"x": np.ones((1, 7, 4), np.float32)})
+
+
+@pytest.mark.parametrize(("kind", "squares"), [(SquaresEnd, False), (FillsUpToASquare, True)])
+def test_two_sizes_of_which_code_asks_are_claimed_when_the_values_agree_at_large_ones_too(
+    kind: type[nn.Module], squares: bool, tmp_path: Path
+) -> None:
+    free = {"examples": lambda: torch.randn(2, 30, 41), "dynamic_shapes": lambda: {"x": {1: "height", 2: "width"}}}
+    signature = open_bundle(capture(recipes.untrained(kind, **free), None, tmp_path / "b").path).signature
+    assert signature.allows({"batch": 2, "height": 300, "width": 301})
+    assert signature.allows({"batch": 2, "height": 300, "width": 300}) is squares
 
 
 @pytest.mark.jobs

@@ -12,11 +12,12 @@ from trueline.capture import claims, larger_trace, size_limits
 from trueline.capture.export import operators, torch_export
 from trueline.capture.export.exported import Exported
 from trueline.capture.model.eager import EagerSession
+from trueline.capture.model.signature import BATCH
 from trueline.capture.proof import stateful, value_ranges
 from trueline.capture.proof.far_sizes import FarSizes
 from trueline.capture.proof.frozen import UNFOLLOWED, find_unfollowed
 from trueline.capture.proof.observe import Observation
-from trueline.capture.proof.probes import LIMIT, Probe, make_given_probes, make_probes
+from trueline.capture.proof.probes import LIMIT, Probe, fit, make_given_probes, make_probes, resize
 from trueline.capture.proof.value_probes import make_value_probes, observe_border
 from trueline.capture.proof.value_sweep import DEAR_S, make_sweep, time_call
 from trueline.capture.subject import Subject
@@ -39,7 +40,6 @@ def export_and_observe(
     most, num_draws = (
         (distribution.PROBES, distribution.DRAWS) if random else (max(LIMIT - stateful.num_calls(eager), ALONE), 0)
     )
-    covered = stateful.covering(eager)
     events.emit("model.tracing")
 
     def observe(probes: Sequence[Probe]) -> Answers:
@@ -47,7 +47,7 @@ def export_and_observe(
         return limit.run(f"the model on {len(probes)} probes", lambda: subject.observe(probes, num_draws=num_draws))
 
     def observe_all(signature: Signature, sizes: Mapping[str, Sequence[int]], chooses: bool = True) -> Answers:
-        call_s = 0.0 if random else time_call(eager)
+        covered, call_s = stateful.covering(eager), 0.0 if random else time_call(eager)
         sweep, dear = () if random else make_sweep(eager, signature, call_s), call_s > DEAR_S
         probes = make_probes(
             eager.example, signature=signature, sizes=sizes, limit=most, covered=covered, dear=dear, chooses=chooses
@@ -74,11 +74,26 @@ def export_and_observe(
     ranged = tuple(claim.with_values(values) for claim in exported.claims)
     exported = replace(exported, claims=ranged, signature=ranged[0])
     observations = observe_all(exported.signature, exported.boundaries, operators.may_choose(exported.program))
+    if exported.together and not (random or eager.signature.state):
+        observations = (*observations, *observe(_make_far_probes(eager, exported)))
     error = None if random else _refuse_unfollowed(eager, observations, exported, limit)
     if error is None:
         return limit.run("the choice of a claim", lambda: claims.choose(exported, observations)), observations
     eager.calling = replace(eager.calling, presumed=limit_sums(eager.calling.presumed).with_values(values))
     return error, observations
+
+
+def _make_far_probes(eager: EagerSession, exported: Exported) -> list[Probe]:
+    """The example at the sizes that are to be tried together."""
+    signature, example = exported.signature, eager.example
+    found: list[Probe] = []
+    for wanted in exported.together:
+        sizes = fit(signature, signature.sizes(example), wanted)
+        if sizes is not None:
+            named = ", ".join(f"{symbol} {size}" for symbol, size in sizes.items())
+            inputs = resize(example, signature, sizes)
+            found.append(Probe(name=f"{named}, together", origin="made", num_records=sizes[BATCH], inputs=inputs))
+    return found
 
 
 def _refuse_unfollowed(

@@ -1,6 +1,6 @@
 """The result of an export: a program and the signatures that it claims."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -29,6 +29,8 @@ class Exported:
     boundaries: Mapping[str, tuple[int, ...]]
     """Sizes of each symbol on both sides of a guard or range, to be probed."""
     weight_bytes: int
+    together: Sequence[Mapping[str, int]] = ()
+    """Far sizes of several symbols that only the wider claims have, to be probed."""
     how: str = ""
     """How the model was traced, if not as it is."""
     opset: int | None = None

@@ -38,10 +38,11 @@ from trueline.capture.export.guard_assumptions import (
     may_be_tried,
 )
 from trueline.capture.export.guard_changes import Columns, breaks_far, changes, combinations, holding, is_certain
-from trueline.capture.export.guard_search import is_implied
+from trueline.capture.export.guard_search import find_broken, is_implied
 
 NOWHERE = "0 > 1"
 FAR_HOLES = (128, 256, 512, 900)
+FAR_TOGETHER = (64, 260, 520)
 TUPLES = 1000
 """Combinations of sizes on which guards between several symbols are compared."""
 
@@ -328,6 +329,24 @@ def borders(made: Sequence[Claim]) -> dict[str, tuple[int, ...]]:
         ]
         found[symbol] = [size for size in dict.fromkeys(sizes) if 1 <= size <= NEAR]
     return {symbol: tuple(sizes) for symbol, sizes in found.items()}
+
+
+def list_far_holes(found: ExportedGuards, made: Sequence[Claim]) -> list[Mapping[str, int]]:
+    """Far sizes that only the strictest claim leaves out, by a guard between several symbols that the user's code
+    decides: small ones may be answered alike (`if height == width: image[:, 200:] = 0`)."""
+    holes: list[Mapping[str, int]] = []
+    for guard in (guard for code in found.decided for guard, _ in _read(code, found)):
+        if len(guard.symbols) < 2 or guard in made[0].guards or guard not in made[-1].guards:
+            continue
+        for least in FAR_TOGETHER:
+            dims = [made[0].dims[symbol] for symbol in guard.symbols]
+            spans = [
+                Dim(min=max(dim.min, least), max=min(dim.max or NEAR, NEAR), multiple_of=dim.multiple_of)
+                for dim in dims
+            ]
+            box = find_broken(guard.rule, tuple(spans))
+            holes += [dict(zip(guard.symbols, box, strict=True))] if box else []
+    return holes
 
 
 def _choose_holes(out: Sequence[int]) -> list[int]:

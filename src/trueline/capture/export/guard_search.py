@@ -332,6 +332,15 @@ def is_implied(rule: str, dims: tuple[Dim, ...], among: tuple[str, ...] = ()) ->
         return False
 
 
+def find_broken(rule: str, dims: tuple[Dim, ...]) -> tuple[int, ...] | None:
+    """The first sizes in `dims` that break `rule`; None where none are found."""
+    try:
+        box = next(search(as_condition(rule), dims), None)
+    except Undecided:
+        return None
+    return None if box is None else tuple(low * dim.multiple_of for (low, _), dim in zip(box, dims, strict=True))
+
+
 def search(
     condition: Condition, dims: Sequence[Dim], among: Sequence[Condition] = (), *, boxes: int = BOXES
 ) -> Iterator[Box]:

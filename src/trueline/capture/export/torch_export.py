@@ -210,16 +210,21 @@ def _describe(
         for claim in made
     )
     borders = {name: (*range(least.get(name, 1), 1), *sizes) for name, sizes in guard_ranges.borders(made).items()}
-    weights = [*program.state_dict.values(), *program.constants.values()]
     return Exported(
         program=program,
         signature=claims[0],
         symbols=symbols,
         claims=claims,
         boundaries=borders,
+        together=guard_ranges.list_far_holes(guards, made),
         unrolled=guard_ranges.unread(guards),
-        weight_bytes=sum(w.numel() * w.element_size() for w in weights if isinstance(w, torch.Tensor)),
+        weight_bytes=_count_weight_bytes(program),
     )
+
+
+def _count_weight_bytes(program: torch.export.ExportedProgram) -> int:
+    weights = [*program.state_dict.values(), *program.constants.values()]
+    return sum(w.numel() * w.element_size() for w in weights if isinstance(w, torch.Tensor))
 
 
 def _refuse_fixed_batch(inputs: Sequence[TensorSpec], dim: Dim, fixed: Mapping[int, code_paths.SourceLine]) -> None:
