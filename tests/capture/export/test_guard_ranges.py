@@ -196,6 +196,25 @@ def test_the_users_conditions_are_left_out_only_where_the_others_imply_them() ->
         assert claimed(near, decided=decided)[0].allows({"batch": 1, "length": 80, "other": 1}) is widest
 
 
+def test_a_condition_that_follows_from_a_remainder_may_be_widened_however_it_is_written() -> None:
+    for code in (
+        f"({L} % 2) != 0",
+        f"2*({L} // 2) - {L} != 0",
+        f"{L} - 2*(({L} + 1) // 2) + 1 != 0",
+        f"({L} // 3) % 4 != 2",
+    ):
+        wide, *_, strict = claimed(code, decided=(code,))
+        assert wide.guards == (), code
+        assert strict.guards or strict.dims["length"].multiple_of == 2, code
+        assert max(borders((wide, strict))["length"]) > 800, code
+    for code, size in (
+        (f"({L} // 30) != 4", 121),
+        (f"({L} % 2) * ({L} - 2001) != 0", 2001),
+        (f"{L} % 1500 != 100", 100),
+    ):
+        assert not claimed(code, decided=(code,))[0].allows({"batch": 1, "length": size, "other": 1}), code
+
+
 def test_an_assumption_of_the_users_code_has_no_second_root() -> None:
     hidden = f"({L} - 1)*({L} - 70001) != 0"
     sizes = {"batch": 1, "length": 70_001, "other": 1}

@@ -3,10 +3,13 @@ expression. Pure.
 """
 
 import ast
+import re
+
+import numpy as np
 
 from trueline.bundle.guards import Guard
 from trueline.bundle.signature import Dim
-from trueline.capture.export.guard_changes import SMALL, breaks_at_one_only, breaks_when_small
+from trueline.capture.export.guard_changes import SCANNED, SMALL, breaks_at_one_only, breaks_when_small, holding
 from trueline.capture.export.guard_search import Undecided, as_condition, is_implied, search
 
 DENSE = 256
@@ -25,7 +28,7 @@ def comparison(guard: Guard) -> ast.cmpop | None:
 def may_be_tried(guard: Guard, dim: Dim) -> bool:
     """Whether probes try what a guard of one symbol leaves out: few near sizes, or those of a remainder, of which some
     are tried over the whole range of probes."""
-    if _is_periodic(ast.parse(guard.rule, mode="eval").body):
+    if _is_periodic(guard):
         return True
     count = 0
     try:
@@ -75,14 +78,17 @@ def assumes(tree: ast.expr) -> bool:
     return False
 
 
-def _is_periodic(tree: ast.expr) -> bool:
-    """Whether it compares nothing but remainders of small numbers."""
-    match tree:
-        case ast.BinOp(op=ast.Mod(), right=ast.Constant(value=int(by))):
-            return 0 < by <= DENSE
-        case ast.Name():
+def _is_periodic(guard: Guard) -> bool:
+    """Whether an inequality follows from the remainder by a small number, as `length % 48 != 0` does, and
+    `2 * (length // 2) != length`: it holds, or is broken, for all sizes of a remainder."""
+    found = holding(guard, {guard.symbols[0]: np.arange(1, SCANNED + 1)})
+    period = next((one for one in range(1, DENSE + 1) if (found[one:] == found[:-one]).all()), 0)
+    for rest in range(period):
+        rule = re.sub(r"\bd0\b", f"({period} * d0 + {rest})", guard.rule)
+        holds = found[2 * period + rest - 1]
+        if not is_implied(rule if holds else rule.replace("!=", "=="), (Dim(min=1),)):
             return False
-    return all(_is_periodic(one) for one in ast.iter_child_nodes(tree) if isinstance(one, ast.expr))
+    return period > 0
 
 
 def _is_remainder(tree: ast.expr) -> bool:

@@ -324,9 +324,8 @@ def borders(made: Sequence[Claim]) -> dict[str, tuple[int, ...]]:
             for guard in (guard for guard in claim.guards if guard.symbols == (symbol,)):
                 sizes += _choose_holes([size for size in range(1, NEAR + 1) if not guard.holds({symbol: size})])
         strict, wide = made[-1], made[0]
-        sizes += [size for size in range(1, DENSE) if _alone(wide, symbol, size) and not _alone(strict, symbol, size)][
-            :4
-        ]
+        between = (size for size in range(1, NEAR + 1) if _alone(wide, symbol, size))
+        sizes += _choose_holes([size for size in between if not _alone(strict, symbol, size)])
         found[symbol] = [size for size in dict.fromkeys(sizes) if 1 <= size <= NEAR]
     return {symbol: tuple(sizes) for symbol, sizes in found.items()}
 
