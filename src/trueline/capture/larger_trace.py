@@ -35,11 +35,11 @@ def widen(far: FarSizes, exported: Exported, export_at: Callable[[Mapping[str, i
             )
         except CaptureError:
             continue
-        claims = tuple(one for one in other.claims if one.allows(one.sizes(far.example)))
-        if claims and _is_as_free(claims[0], claim):
-            other = replace(other, claims=claims, signature=claims[0])
-            if _holds_for_more(far, other, claim, missed):
-                return other
+        claims = [one for one in other.claims if one.allows(one.sizes(far.example)) and _is_as_free(one, claim)]
+        for place, widest in enumerate(claims):  # of small sizes the strictest of them may be the right one
+            found = replace(other, claims=tuple(claims[place:]), signature=widest)
+            if _holds_for_more(far, found, claim, missed):
+                return found
     return exported
 
 

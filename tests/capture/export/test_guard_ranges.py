@@ -2,27 +2,38 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from trueline.bundle.guards import Guard
 from trueline.bundle.signature import Dim
 from trueline.capture.export import guard_ranges as ranges
-from trueline.capture.export.guard_ranges import Claim, ExportedGuards, borders, claims
+from trueline.capture.export.guard_ranges import Claim, ExportedGuards, borders, claims, list_far_holes
 
 A, B, L, M = (f"L['tensors'][{i}].size()[{axis}]" for i, axis in ((0, 0), (1, 0), (0, 1), (1, 1)))
 
 
-def claimed(
+def exported(
     *codes: str, example: dict[str, int] | None = None, decided: tuple[str, ...] = (), **spans: Dim
-) -> tuple[Claim, ...]:
-    """Claims of a model of two inputs, [batch, length] and [batch, other]."""
+) -> ExportedGuards:
+    """Guards of a model of two inputs, [batch, length] and [batch, other]."""
     ranges = {"batch": Dim(min=2), "length": Dim(min=2), "other": Dim(min=2)} | spans
     places = {(0, 0): "batch", (1, 0): "batch", (0, 1): "length", (1, 1): "other"}
     names = {"s77": "length"}
-    found = ExportedGuards(
-        codes=codes, decided=decided, spans=ranges, places=places, names=names, example=example or {}
-    )
-    return claims(found, batch="batch")
+    return ExportedGuards(codes=codes, decided=decided, spans=ranges, places=places, names=names, example=example or {})
+
+
+def claimed(*codes: str, **options: Any) -> tuple[Claim, ...]:
+    return claims(exported(*codes, **options), batch="batch")
+
+
+def holes_of(code: str) -> set[tuple[int, ...]]:
+    """Sizes that probes are to try, where the widest claim leaves a condition of the user's code out."""
+    found = exported(code, decided=(code,))
+    made = claims(found, batch="batch")
+    assert made[0].guards == () != made[-1].guards
+    return {tuple(sizes.values()) for sizes in list_far_holes(found, made)}
 
 
 def test_no_guard_claims_every_size_and_gives_the_exporters_assumption_up_last() -> None:
@@ -186,7 +197,7 @@ def test_a_remainder_that_is_left_out_does_not_end_the_range() -> None:
 
 
 def test_the_users_conditions_are_left_out_only_where_the_others_imply_them() -> None:
-    far, near = f"({L} // 16000) != 5", f"({L} // 32) != 2"
+    far, near = f"({L} // 16000) != 5", f"({L} // 40) != 2"
     made = [claimed(far, decided=decided)[0] for decided in ((), (far,))]
     assert [claim.allows({"batch": 1, "length": 80_000, "other": 1}) for claim in made] == [True, False]
     bounded = claimed(far, f"{L} <= 500", decided=(far,))[0]
@@ -208,7 +219,7 @@ def test_a_condition_that_follows_from_a_remainder_may_be_widened_however_it_is_
         assert strict.guards or strict.dims["length"].multiple_of == 2, code
         assert max(borders((wide, strict))["length"]) > 800, code
     for code, size in (
-        (f"({L} // 30) != 4", 121),
+        (f"({L} // 40) != 4", 161),
         (f"({L} % 2) * ({L} - 2001) != 0", 2001),
         (f"{L} % 1500 != 100", 100),
     ):
@@ -221,3 +232,29 @@ def test_an_assumption_of_the_users_code_has_no_second_root() -> None:
     assert not any(claim.allows(sizes) for claim in claimed(hidden, decided=(hidden,)))
     plain = f"{L} != 1"
     assert claimed(plain, decided=(plain,))[0].allows(sizes | {"length": 1})
+
+
+def test_every_size_that_a_condition_of_the_user_leaves_out_is_tried_where_they_are_few() -> None:
+    assert holes_of(f"({L} // 16) != 14") == {(size,) for size in range(224, 240)}
+    assert holes_of(f"{L} != 1500") == {(1500,)}
+    for kept, out in ((f"{L} != 5000", 5000), (f"({L} // 33) != 14", 470)):  # farther than is tried, and too many
+        assert not claimed(kept, decided=(kept,))[0].allows({"batch": 1, "length": out, "other": 1})
+
+
+def test_sizes_of_a_grid_are_tried_all_over_it_and_where_both_are_equal() -> None:
+    tried = holes_of(f"({L} // 16)*({M} // 16) != 196")
+    assert all((length // 16) * (other // 16) == 196 for length, other in tried)
+    assert {(224, 224), (239, 239)} <= tried
+    assert {14, 1, 196, 7, 28} <= {length // 16 for length, _ in tried}
+    assert 16 <= len(tried) <= 27
+
+
+def test_a_remainder_that_the_users_code_needs_is_tried_at_the_others() -> None:
+    for code, others in ((f"{L} % 2 == 1", {0}), (f"{L} % 4 == 3", {0, 1, 2})):
+        wide, *_, strict = claimed(code, decided=(code,))
+        assert wide.guards == () != strict.guards
+        for least in (0, 100):
+            tried = [size for size in borders((wide, strict))["length"] if size > least]
+            assert others <= {size % (len(others) + 1) for size in tried}
+    for kept in (f"{L} % 9 == 3", f"{L} % 4 == 0"):
+        assert not claimed(kept, decided=(kept,))[0].allows({"batch": 1, "length": 6, "other": 1})

@@ -32,9 +32,11 @@ from trueline.capture.export.guard_assumptions import (
     DENSE,
     HOLES,
     NEAR,
+    REMAINDERS,
     assumes,
     comparison,
     is_assumption,
+    list_holes,
     may_be_tried,
 )
 from trueline.capture.export.guard_changes import Columns, breaks_far, changes, combinations, holding, is_certain
@@ -82,13 +84,7 @@ def claims(found: ExportedGuards, *, batch: str) -> tuple[Claim, ...]:
     read = [(guard, assumed, code in found.decided) for code in found.codes for guard, assumed in _read(code, found)]
     guards, firm = [guard for guard, *_ in read], [guard for guard, assumed, _ in read if not assumed]
     decided = frozenset(guard for guard, _, users in read if users)
-    without_holes = [
-        guard
-        for guard in firm
-        if not isinstance(comparison(guard), ast.NotEq)
-        or _is_far(guard, found.spans)
-        or (guard in decided and len(guard.symbols) == 1 and not may_be_tried(guard, found.spans[guard.symbols[0]]))
-    ]
+    without_holes = [guard for guard in firm if not _is_hole(guard, found.spans, users=guard in decided)]
     wide = {symbol: _widen(symbol, dim, guards, firm) for symbol, dim in found.spans.items()}
     from_one = {symbol: Dim(min=1 if dim.min <= 2 else dim.min, max=dim.max) for symbol, dim in found.spans.items()}
     from_two = {symbol: from_one[symbol] if symbol == batch else dim for symbol, dim in found.spans.items()}
@@ -97,6 +93,17 @@ def claims(found: ExportedGuards, *, batch: str) -> tuple[Claim, ...]:
         for kept, spans in ((without_holes, wide), (firm, wide), (guards, from_one), (guards, from_two))
     ]
     return tuple(claim for i, claim in enumerate(made) if claim not in made[:i])
+
+
+def _is_hole(guard: Guard, spans: Mapping[str, Dim], *, users: bool) -> bool:
+    """Whether probes try sizes that it leaves out; `users`: the user's code decides by it."""
+    match comparison(guard):
+        case ast.NotEq():
+            near = not _is_far(guard, spans) and not (users and len(guard.symbols) == 1)
+            return near or (users and may_be_tried(guard, spans))
+        case ast.Eq():
+            return users and len(guard.symbols) == 1 and may_be_tried(guard, spans)
+    return False
 
 
 def _widen(symbol: str, dim: Dim, guards: Sequence[Guard], firm: Sequence[Guard]) -> Dim:
@@ -331,29 +338,33 @@ def borders(made: Sequence[Claim]) -> dict[str, tuple[int, ...]]:
 
 
 def list_far_holes(found: ExportedGuards, made: Sequence[Claim]) -> list[Mapping[str, int]]:
-    """Far sizes that only the strictest claim leaves out, by a guard between several symbols that the user's code
-    decides: small ones may be answered alike (`if height == width: image[:, 200:] = 0`)."""
+    """Sizes that only the strictest claim leaves out, by a guard that the user's code decides: also far ones, since
+    small ones may be answered alike (`if height == width: image[:, 200:] = 0`)."""
     holes: list[Mapping[str, int]] = []
     for guard in (guard for code in found.decided for guard, _ in _read(code, found)):
-        if len(guard.symbols) < 2 or guard in made[0].guards or guard not in made[-1].guards:
+        if guard in made[0].guards or guard not in made[-1].guards:
             continue
-        for least in FAR_TOGETHER:
-            dims = [made[0].dims[symbol] for symbol in guard.symbols]
+        dims = {symbol: made[0].dims[symbol] for symbol in guard.symbols}
+        tried = [*list_holes(guard, dims)]
+        for least in FAR_TOGETHER if len(dims) > 1 else ():
             spans = [
                 Dim(min=max(dim.min, least), max=min(dim.max or NEAR, NEAR), multiple_of=dim.multiple_of)
-                for dim in dims
+                for dim in dims.values()
             ]
             box = find_broken(guard.rule, tuple(spans))
-            holes += [dict(zip(guard.symbols, box, strict=True))] if box else []
+            tried += [box] if box else []
+        holes += [dict(zip(guard.symbols, sizes, strict=True)) for sizes in dict.fromkeys(tried)]
     return holes
 
 
 def _choose_holes(out: Sequence[int]) -> list[int]:
-    """All sizes that a guard leaves out, if they are few; else the first ones and others up to the largest."""
+    """All sizes that a guard leaves out, if they are few; else the first ones and others up to the largest, of one
+    remainder after the other."""
     if len(out) <= HOLES:
         return list(out)
-    far = (next((size for size in out if size >= least), 0) for least in FAR_HOLES)
-    return [*out[:3], *(size for size in far if size)]
+    far = [(next((size for size in out if size >= least), 0), turn) for turn, least in enumerate(FAR_HOLES)]
+    spread = (size + turn if size + turn in out else size for size, turn in far if size)
+    return [*out[: REMAINDERS - 1], *spread]
 
 
 def _alone(claim: Claim, symbol: str, size: int) -> bool:
