@@ -12,6 +12,7 @@ from docs.blocks import blocks_of, output_after
 from docs.links import problems
 from docs.run import PAGES, ROOT, pages_of, run_page
 from docs.shown import difference, json_difference
+from trueline.cli._progress import _WORDS
 from worlds.waiting import until_ended
 
 PAGE = """# A page
@@ -84,6 +85,12 @@ def test_what_may_vary_counts_as_shown(shown: str, printed: str) -> None:
 )
 def test_anything_else_does_not(shown: str, printed: str) -> None:
     assert difference(shown, printed) is not None
+
+
+def test_what_only_a_slow_machine_prints_need_not_be_shown() -> None:
+    trying = _WORDS["job.trying"].format(what="by 2 losses of record 7", seconds=6.2)
+    assert difference("job\ngeneration 1", f"job\n{trying}\ngeneration 1") is None
+    assert difference("job\ngeneration 1", "job\n  skipped a: torn\ngeneration 1") is not None
 
 
 def test_a_json_body_may_be_broken_into_lines() -> None:
