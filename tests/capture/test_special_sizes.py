@@ -117,3 +117,20 @@ def test_a_special_way_with_another_answer_is_in_no_claim(tmp_path: Path) -> Non
     for format in ("onnx", "torch_export"):
         with pytest.raises(RequestError, match="is not 16"):
             open_program(bundle, format).run({"x": np.zeros((2, 3, 16, 16), np.float32)})
+
+
+class Sixths(nn.Module):
+    """Traced at a larger height, it holds for any height and fewer widths."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        height, width = x.shape[1:3]
+        if height % 6 == 1 or width % 6 == 1:
+            x = nn.functional.pad(x, (0, 0, 0, width % 6, 0, height % 6))
+        return x * 2
+
+
+@pytest.mark.jobs
+def test_a_trace_at_larger_sizes_loses_no_example(tmp_path: Path) -> None:
+    bundle = sealed(Sixths(), tmp_path / "b", (2, 13, 13, 4), (2, 7, 14, 4))
+    assert {"onnx", "torch_export"} <= {one.format for one in bundle.manifest.programs}
+    assert bundle.signature.allows({"batch": 2, "x.1": 7, "x.2": 14})

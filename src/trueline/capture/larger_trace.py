@@ -9,7 +9,7 @@ from trueline.capture.export.torch_export import LoadedProgram
 from trueline.capture.model.signature import BATCH
 from trueline.capture.proof.far_sizes import FarSizes
 from trueline.capture.proof.prove import judge
-from trueline.capture.size_limits import settle
+from trueline.capture.size_limits import find_excluded, settle
 from trueline.errors import CaptureError
 
 TRIED = (1, 2, 3, 6, 7, 11, 64)
@@ -38,7 +38,8 @@ def widen(far: FarSizes, exported: Exported, export_at: Callable[[Mapping[str, i
         claims = [one for one in other.claims if one.allows(one.sizes(far.example)) and _is_as_free(one, claim)]
         for place, widest in enumerate(claims):  # of small sizes the strictest of them may be the right one
             found = replace(other, claims=tuple(claims[place:]), signature=widest)
-            if _holds_for_more(far, found, claim, missed):
+            loses = find_excluded(widest, far.eager.calling) and not find_excluded(claim, far.eager.calling)
+            if not loses and _holds_for_more(far, found, claim, missed):
                 return found
     return exported
 
