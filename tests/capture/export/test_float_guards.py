@@ -35,6 +35,11 @@ def said(condition: str, **example: int) -> list[str]:
         ("math.ceil(0.3 * torch.sym_float(d0)) != 1", ["length != 1", "length != 2", "length != 3"]),
         ("math.ceil(0.3 * torch.sym_float(d0)) <= d0", []),
         ("torch.sym_float(d0) ** 0.5 < 300.5", ["length <= 65536"]),
+        (
+            "100 / (d0 // 5) < 101.0",
+            ["length != 1", "length != 2", "length != 3", "length != 4"],
+        ),  # divides by zero below 5
+        ("math.sqrt(d0 - 5) < 50.0", ["length >= 5", "length <= 2504"]),  # has no value below 5
     ],
 )
 def test_a_condition_with_fractions_is_said_in_whole_numbers_around_the_example(

@@ -231,6 +231,15 @@ def makes_a_constant_of_the_size_of_a_diagonal() -> bool:
     return refused(Of(lambda x: (x[0] @ x[0].T).fill_diagonal_(0)), X, message=SPECIALIZED)
 
 
+@shows("patches/stand_ins/size_scales")
+def makes_a_constant_of_a_factor_made_of_sizes() -> bool:
+    resize = torch.nn.functional.interpolate
+    program = export(Of(lambda x: resize(x.transpose(1, 2), scale_factor=8 / x.shape[1], mode="linear")), X)
+    with pytest.raises(AssertionError, match=r"Guard failed: 8 / .* == 1\.6"):
+        program.module()(torch.ones(3, 7, 4))
+    return True
+
+
 @shows("onnx/signals/windows")
 def lacks_frequencies_of_a_length() -> bool:
     with pytest.raises(Exception, match="fft_rfftfreq"):

@@ -12,10 +12,11 @@ from contextlib import ExitStack, contextmanager
 from typing import Any, cast
 
 import torch
+import torch.nn.functional as F
 from torch._dynamo.trace_rules import get_torch_obj_rule_map
 
 from trueline.capture.patches import Patch
-from trueline.capture.patches.stand_ins import size_parts
+from trueline.capture.patches.stand_ins import size_parts, size_scales
 
 PATCH = Patch(
     issue="pytorch/pytorch#172930", versions="torch 2.13", cost="under 0.1 ms", helps=("vq_vae", "dgcnn", "textcnn")
@@ -62,6 +63,7 @@ def keep_sizes_free() -> Iterator[None]:
             (torch.linalg, "multi_dot", _if_of_free(torch.linalg.multi_dot, multiply)),
             *((torch, f"{name}_window", _if_free(getattr(torch, f"{name}_window"), _window(terms)))
               for name, terms in COSINES.items()),
+            (F, "interpolate", size_scales.resize_by(F.interpolate)),
             *size_parts.list_pools(_max_pool1d),
         ):  # fmt: skip
             stack.callback(setattr, holder, name, getattr(holder, name))
