@@ -134,3 +134,25 @@ def test_a_trace_at_larger_sizes_loses_no_example(tmp_path: Path) -> None:
     bundle = sealed(Sixths(), tmp_path / "b", (2, 13, 13, 4), (2, 7, 14, 4))
     assert {"onnx", "torch_export"} <= {one.format for one in bundle.manifest.programs}
     assert bundle.signature.allows({"batch": 2, "x.1": 7, "x.2": 14})
+
+
+class KeptQuarter(nn.Module):
+    """Of a masked autoencoder: a quarter of the patches is kept, those with the least noise."""
+
+    def forward(self, x: Tensor, noise: Tensor) -> Tensor:
+        shuffled = torch.argsort(noise, dim=1)
+        kept = shuffled[:, : int(x.shape[1] * (1 - 0.75))]
+        given = torch.gather(x, 1, kept[..., None].repeat(1, 1, x.shape[2]))
+        masked = torch.zeros(x.shape[0], shuffled.shape[1] - given.shape[1], x.shape[2])
+        return torch.gather(torch.cat([given, masked], 1), 1, torch.argsort(shuffled)[..., None].expand_as(x))
+
+
+@pytest.mark.jobs
+def test_lengths_that_are_equal_in_all_examples_are_free_together(tmp_path: Path) -> None:
+    examples = [(torch.randn(2, size, 3), torch.randn(2, size)) for size in (16, 12)]
+    capture(recipes.untrained(KeptQuarter, examples=lambda: iter(examples)), None, tmp_path / "b")
+    bundle = open_bundle(tmp_path / "b")
+    assert {"onnx", "torch_export"} <= {one.format for one in bundle.manifest.programs}
+    x, noise = torch.randn(3, 41, 3), torch.randn(3, 41)
+    (answer,) = open_program(bundle, "onnx").run({"x": x.numpy(), "noise": noise.numpy()}).values()
+    np.testing.assert_array_equal(answer, KeptQuarter()(x, noise).numpy())

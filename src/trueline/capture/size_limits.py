@@ -32,7 +32,8 @@ NEAR = (8, 16, 32)
 def settle(far: FarSizes, exported: Exported) -> Exported:
     """The claims cut to the sizes that the eager model answers, found by doubling and halving: a table of 64 positions
     ends a length at 64, which no guard contains. The proof refuses a model that cannot answer small batches."""
-    claims = list(exported.claims)
+    takes_all = (at for at, claim in enumerate(exported.claims) if not find_excluded(claim, far.eager.calling))
+    claims = list(exported.claims[next(takes_all, 0) :])
     far.unrolled = exported.unrolled
     for symbol in claims[0].symbols:
         low, high = find_range(far, claims[0], symbol)

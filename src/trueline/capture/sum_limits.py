@@ -6,7 +6,7 @@ on the eager model and become guards of the signature.
 """
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 import msgspec
@@ -14,6 +14,7 @@ import msgspec
 from trueline.bundle.guards import Guard
 from trueline.bundle.signature import Signature
 from trueline.capture.export.exported import Exported
+from trueline.capture.export.guard_ranges import EQUAL
 from trueline.capture.model.allowance import Allowance
 from trueline.capture.model.eager import EagerSession
 from trueline.capture.model.signature import BATCH
@@ -23,10 +24,6 @@ LARGEST = 4096
 """Sizes up to which a limit is looked for."""
 BUDGET_S, CHEAP_CALLS = 2.0, 200
 """Seconds for it, and cheap calls beside them; a model that needs more is not asked at larger sizes."""
-
-
-EQUAL = "d0 == d1"
-"""The rule of two sizes that have to be equal."""
 Limits = Mapping[tuple[str, str], int]
 """Two symbols, and the largest sum of their sizes."""
 
@@ -63,10 +60,10 @@ def tie_sizes(eager: EagerSession, exported: Exported) -> Exported:
     """`exported` with a guard on each two sizes that are equal in all examples, where the eager model answers a change
     of both, and of neither alone. Further claims have it on all of these: a kernel of torch may answer keys and values
     of different lengths, which no other runtime takes."""
-    pairs = [*_find_equal(eager, exported.claims[0])]
-    if not pairs:
+    alike = eager.calling.find_alike(exported.claims[0].inputs)
+    if not alike:
         return exported
-    guards = [Guard(text=f"{one} == {other}", rule=EQUAL, symbols=(one, other)) for one, other in pairs]
+    guards = [Guard(text=f"{one} == {other}", rule=EQUAL, symbols=(one, other)) for other, one in alike.items()]
     tied = [guard for guard in guards if _are_tied(eager, exported.claims[0], *guard.symbols)]
     claims = tuple(_add_guards(claim, tied) for claim in exported.claims)
     further = [one for one in (_add_guards(claim, guards) for claim in claims) if one not in claims]
@@ -78,17 +75,6 @@ def _add_guards(claim: Signature, guards: Sequence[Guard]) -> Signature:
     return msgspec.structs.replace(
         claim, guards=(*claim.guards, *(guard for guard in guards if guard not in claim.guards))
     )
-
-
-def _find_equal(eager: EagerSession, claim: Signature) -> Iterator[tuple[str, str]]:
-    """Each symbol with the first that has its size in all examples."""
-    first: dict[str, str] = {}
-    for spec, presumed in zip(claim.inputs, eager.calling.presumed.inputs, strict=True):
-        for symbol, name in zip(spec.shape, presumed.shape, strict=True):
-            if isinstance(symbol, str) and isinstance(name, str) and BATCH not in (symbol, name):
-                other = first.setdefault(name, symbol)
-                if other != symbol:
-                    yield other, symbol
 
 
 def _are_tied(eager: EagerSession, claim: Signature, one: str, other: str) -> bool:

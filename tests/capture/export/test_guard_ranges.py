@@ -52,6 +52,17 @@ def test_divisibility_is_read_off_guards_that_do_not_name_it() -> None:
     assert wide.guards == ()
 
 
+def test_sizes_that_are_equal_in_all_examples_are_claimed_together_where_a_box_has_no_room_for_them() -> None:
+    found = exported(f"{M} - math.trunc(0.25*{L}) >= 0", example={"length": 256, "other": 256})
+    made = claims(found, batch="batch")
+    assert not any(claim.allows({"batch": 1, "length": 16, "other": 16}) for claim in made)
+    (one,) = ranges.claim_alike(found, {"other": "length"}, made, batch="batch")[:1]
+    assert one.allows({"batch": 1, "length": 16, "other": 16})
+    assert one.dims["length"].max is None
+    assert not one.allows({"batch": 1, "length": 16, "other": 17})
+    assert not ranges.claim_alike(exported(f"{M} >= 3"), {}, made, batch="batch")
+
+
 def test_an_upper_end_is_found_to_the_number_however_it_is_written() -> None:
     assert claimed(f"{L} <= 64")[0].dims["length"].max == 64
     assert claimed(f"2*{L} <= 9001")[0].dims["length"].max == 4500

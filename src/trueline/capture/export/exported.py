@@ -55,6 +55,11 @@ class Fixed(CaptureError):
         self.symbol, self.size = symbol, size
 
 
+def count_weight_bytes(program: torch.export.ExportedProgram) -> int:
+    weights = [*program.state_dict.values(), *program.constants.values()]
+    return sum(w.numel() * w.element_size() for w in weights if isinstance(w, torch.Tensor))
+
+
 def fixed_error(spec: TensorSpec, axis: int, size: int, fixed: Mapping[int, SourceLine]) -> Fixed:
     """The error for a dimension that a program has `size` of only. `fixed`: the line that wrote the number."""
     symbol = str(spec.shape[axis])

@@ -203,6 +203,11 @@ def _export_steps(export: Callable[[Steps], Exported], steps: Steps) -> tuple[Ex
         return None, None
 
 
+def start_at(dim: Dim, start: int | None) -> Dim:
+    """`dim` from `start`, unless the exporter has a reason for more than its assumption that 0 and 1 are special."""
+    return dim if start is None or dim.min > 1 else msgspec.structs.replace(dim, min=min(start, dim.min))
+
+
 def in_multiples(dim: Dim, units: Dim | None, step: int) -> Dim:
     """`dim` in multiples of `step`, as many as `units` allows."""
     most = None if units is None or units.max is None else units.max * step

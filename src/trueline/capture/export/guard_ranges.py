@@ -14,7 +14,7 @@ import math
 import re
 from bisect import bisect_left
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -43,6 +43,8 @@ from trueline.capture.export.guard_changes import Columns, breaks_far, changes, 
 from trueline.capture.export.guard_search import find_broken, is_implied
 
 NOWHERE = "0 > 1"
+EQUAL = "d0 == d1"
+"""The rule of two sizes that have to be equal."""
 FAR_HOLES = (128, 256, 512, 900)
 FAR_TOGETHER = (64, 260, 520)
 TUPLES = 1000
@@ -93,6 +95,23 @@ def claims(found: ExportedGuards, *, batch: str) -> tuple[Claim, ...]:
         for kept, spans in ((without_holes, wide), (firm, wide), (guards, from_one), (guards, from_two))
     ]
     return tuple(claim for i, claim in enumerate(made) if claim not in made[:i])
+
+
+def claim_alike(
+    found: ExportedGuards, alike: Mapping[str, str], made: Sequence[Claim], *, batch: str
+) -> tuple[Claim, ...]:
+    """Claims with each symbol equal to the one that is `alike` in all of the user's examples, where they allow other
+    sizes than `made`: a box around an example has no room for a mask that is as long as each text."""
+    if not alike:
+        return ()
+    places = {place: alike.get(str(symbol), symbol) for place, symbol in found.places.items()}
+    names = {theirs: alike.get(ours, ours) for theirs, ours in found.names.items()}
+    spans = {symbol: dim for symbol, dim in found.spans.items() if symbol not in alike}
+    tied = claims(replace(found, places=places, names=names, spans=spans), batch=batch)
+    equal = tuple(Guard(text=f"{one} == {other}", rule=EQUAL, symbols=(one, other)) for other, one in alike.items())
+    dims = [one.dims | {other: one.dims[first] for other, first in alike.items()} for one in tied]
+    full = [Claim(dims=own, guards=one.guards + equal) for own, one in zip(dims, tied, strict=True)]
+    return tuple(one for one in full if not made or one.dims != made[0].dims)
 
 
 def _is_hole(guard: Guard, spans: Mapping[str, Dim], *, users: bool) -> bool:

@@ -11,6 +11,7 @@ import io
 import re
 import tempfile
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, final
@@ -22,7 +23,7 @@ from trueline import files
 from trueline.bundle.signature import Dim, Signature, TensorSpec
 from trueline.capture.export import decided_sizes, fallbacks, guard_ranges, operators, quantized_layers, whole_numbers
 from trueline.capture.export.caught_errors import follow
-from trueline.capture.export.exported import STATE_HINT, Exported, Fixed, fixed_error
+from trueline.capture.export.exported import STATE_HINT, Exported, Fixed, count_weight_bytes, fixed_error
 from trueline.capture.export.tracing import tracing, watch_specialization
 from trueline.capture.model import code_paths
 from trueline.capture.model.dynamic_dims import Place, resize_tensor
@@ -37,6 +38,7 @@ from trueline.runtime.torch_export import FILE
 if TYPE_CHECKING:
     from trueline.bundle.signature import Array
 
+Claims = tuple[guard_ranges.Claim, ...]
 _UNITS = re.compile(r"(\d+)\*([A-Za-z_]\w*)$")
 _CONSTANT = re.compile(r"L\['tensors'\]\[(\d+)\]\.size\(\)\[(\d+)\] as dynamic but .* be a constant \((\d+)\)")
 
@@ -186,7 +188,7 @@ def _describe(
         for spec, shape in zip(calling.signature.inputs, shapes, strict=True)
     )
     guards = _guards(program, shapes, symbols, calling, more)
-    made = _claims(guards)
+    made, alike = _claims(guards, calling.find_alike(inputs))
     _refuse_fixed_batch(inputs, made[0].dims.get(BATCH, Dim()), fixed)
     # symbols of what grows, and the size each begins at: torch traces no empty dimension, but the proof probes it
     sizes = {(spec.name, axis): size for spec in inputs for axis, size in enumerate(spec.shape)}
@@ -202,12 +204,12 @@ def _describe(
             outputs=tuple(outputs),
             dims=dims
             | {
-                name: _start_at(_narrow(dim, calling.free.bounds.get(name)), least.get(name))
+                name: fallbacks.start_at(_narrow(dim, calling.free.bounds.get(name)), least.get(name))
                 for name, dim in claim.dims.items()
             },
             guards=claim.guards,
         )
-        for claim in made
+        for claim in (*made, *alike)
     )
     borders = {name: (*range(least.get(name, 1), 1), *sizes) for name, sizes in guard_ranges.borders(made).items()}
     return Exported(
@@ -218,13 +220,8 @@ def _describe(
         boundaries=borders,
         together=guard_ranges.list_far_holes(guards, made),
         unrolled=guard_ranges.unread(guards),
-        weight_bytes=_count_weight_bytes(program),
+        weight_bytes=count_weight_bytes(program),
     )
-
-
-def _count_weight_bytes(program: torch.export.ExportedProgram) -> int:
-    weights = [*program.state_dict.values(), *program.constants.values()]
-    return sum(w.numel() * w.element_size() for w in weights if isinstance(w, torch.Tensor))
 
 
 def _refuse_fixed_batch(inputs: Sequence[TensorSpec], dim: Dim, fixed: Mapping[int, code_paths.SourceLine]) -> None:
@@ -248,11 +245,6 @@ def _symbols(shapes: Sequence[Any], calling: Calling, fixed: Mapping[int, code_p
         for group, name in zip(groups, calling.free.name_groups(groups), strict=True)
         for place in group
     }
-
-
-def _start_at(dim: Dim, start: int | None) -> Dim:
-    """`dim` from `start`, unless the exporter has a reason for more than its assumption that 0 and 1 are special."""
-    return dim if start is None or dim.min > 1 else msgspec.structs.replace(dim, min=min(start, dim.min))
 
 
 def _name_sizes(shape: Any, symbols: Mapping[str, str]) -> tuple[int | str, ...]:
@@ -289,9 +281,14 @@ def _guards(
     )
 
 
-def _claims(guards: guard_ranges.ExportedGuards) -> tuple[guard_ranges.Claim, ...]:
+def _claims(guards: guard_ranges.ExportedGuards, alike: Mapping[str, str]) -> tuple[Claims, Claims]:
+    """Of any sizes, and with those equal that are `alike` in all examples."""
+    made: Claims = ()
+    with suppress(ValueError):
+        made = guard_ranges.claims(guards, batch=BATCH)
     try:
-        return guard_ranges.claims(guards, batch=BATCH)
+        equal = guard_ranges.claim_alike(guards, alike, made, batch=BATCH)
+        return (made, equal) if made else (equal or guard_ranges.claims(guards, batch=BATCH), ())
     except ValueError as error:
         raise CaptureError(
             f"the exported program holds under a condition between sizes that cannot be expressed: {error}",

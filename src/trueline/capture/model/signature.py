@@ -55,6 +55,17 @@ class Calling:
         args, kwargs = pytree.tree_unflatten(leaves, self.spec)
         return args, kwargs
 
+    def find_alike(self, inputs: Sequence[TensorSpec]) -> dict[str, str]:
+        """Each symbol of `inputs` with the first one that has its size in all examples."""
+        first: dict[str, str] = {}
+        found: dict[str, str] = {}
+        for spec, presumed in zip(inputs, self.presumed.inputs, strict=True):
+            for symbol, name in zip(spec.shape, presumed.shape, strict=True):
+                if isinstance(symbol, str) and isinstance(name, str) and BATCH not in (symbol, name):
+                    other = first.setdefault(name, symbol)
+                    found |= {symbol: other} if other != symbol else {}
+        return found
+
 
 @dataclass(frozen=True, slots=True)
 class Slot:
