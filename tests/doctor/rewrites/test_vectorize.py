@@ -260,3 +260,95 @@ def test_a_fraction_that_a_branch_on_a_size_changes_is_chosen_with_torch_where()
     diff = healed(StretchesItsBase(), torch.randn(3, 5, 4), *fresh, onnx=True)
     assert "torch.full((), length, dtype=torch.float64)" in diff
     assert "torch.log(" in diff
+
+
+class Cell(nn.Module):
+    """A recurrent cell that names the sizes of its input, and uses them more than once in a step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, length, width = x.shape
+        state = torch.zeros(batch, 2, 4)
+        outs = []
+        for t in range(length):
+            part = x[:, t].view(batch, 2, 4)
+            state = torch.tanh(state + self.mix(part.reshape(batch, width)).view(batch, 2, 4))
+            outs.append(state.reshape(batch, width) + length)
+        return torch.stack(outs, 1)
+
+
+def test_a_step_may_use_sizes_that_have_names_outside_of_the_loop() -> None:
+    assert "sizes = torch.zeros((0, batch, width, length)" in healed(
+        Cell(), torch.randn(2, 5, 8), torch.randn(3, 7, 8), torch.randn(1, 1, 8), onnx=True
+    )
+
+
+class Root(nn.Module):
+    """Newton's method, until nothing changes or 30 steps are over."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, length = x.shape[:2]
+        given = x.abs() + 0.5
+        root, error, count = given.clone(), float("inf"), 0
+        while error > 1e-3 and count < 30:
+            new = 0.5 * (root + given / root).view(batch, length, -1)
+            error = (new - root).abs().max().item() * batch / batch
+            root = new
+            count += 1
+        return root + count
+
+
+def test_a_loop_that_ends_by_a_value_or_by_its_count_is_a_while_loop() -> None:
+    diff = healed(Root(), torch.randn(2, 5, 3), torch.randn(3, 7, 3) * 40, torch.randn(1, 1, 3), onnx=True)
+    assert "while_loop" in diff
+    assert "(count < 30)" in diff
+
+
+class Greedy(nn.Module):
+    """Writes a word in each step, until each record has ended."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell, self.out, self.words = nn.GRUCell(6, 6), nn.Linear(6, 9), nn.Embedding(9, 6)
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch = x.shape[0]
+        state = x.mean(1)
+        word = torch.ones(batch, dtype=torch.long)
+        done = torch.zeros(batch, dtype=torch.bool)
+        text = torch.zeros(batch, 10, dtype=torch.long)
+        step = 0
+        while step < 10 and not done.all():
+            state = self.cell(self.words(word), state)
+            word = torch.where(done, torch.zeros_like(word), self.out(state).argmax(-1))
+            text[:, step] = word
+            done = done | (word == 2)
+            step += 1
+        return text
+
+
+def test_a_tensor_that_a_while_loop_fills_column_by_column_keeps_its_form() -> None:
+    diff = healed(Greedy(), torch.randn(2, 5, 6), torch.randn(9, 7, 6), torch.randn(1, 1, 6), onnx=True)
+    assert "while_loop" in diff
+
+
+class Delays(nn.Module):
+    """As many steps as the logarithm of the length, which has none of 1 and 2."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, length = x.shape[:2]
+        found = int(math.log(length))
+        weights, delays = torch.topk(x[..., 0], found, dim=-1)
+        total = torch.zeros_like(x)
+        for i in range(found):
+            places = (torch.arange(length).repeat(batch, 1) + delays[:, i].view(batch, 1)) % length
+            total = total + torch.gather(x, 1, places[..., None].expand_as(x)) * weights[:, i].view(batch, 1, 1)
+        return total
+
+
+def test_as_many_steps_as_a_number_computed_of_a_size_may_be_none() -> None:
+    diff = healed(Delays(), torch.randn(2, 24, 3), torch.randn(3, 55, 3), torch.randn(2, 2, 3), torch.randn(1, 1, 3))
+    assert "going" in diff

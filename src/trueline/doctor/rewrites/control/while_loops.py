@@ -12,7 +12,7 @@ from dataclasses import replace
 import torch
 
 from trueline.doctor.rewrites.appends import appended_by
-from trueline.doctor.rewrites.loops.scan import IN_ROWS, add_import
+from trueline.doctor.rewrites.loops.scan import IN_ROWS, add_import, name_sizes, outer_sizes
 from trueline.doctor.rewrites.predicate import predicate, without_numbers
 from trueline.doctor.rewrites.pure import has_effects, pure
 from trueline.doctor.rewrites.scope import (
@@ -219,11 +219,17 @@ def _while_loop(
     tests = [] if condition is None else [f"({ast.unparse(condition)})"]
     tests += [f"~{flag}"] if ends else []
     arguments = ", ".join(names)
-    steps, results = [_AssignAnew(scope).visit(one) for one in body], ", ".join([*carried, *ends])
+    steps = [_AssignAnew(scope).visit(one) for one in body]
+    turned = {name for one in steps if _turns(one) for name in stored_names(one)}
+    results = ", ".join([*(f"{name}.{IN_ROWS}" if name in turned else name for name in carried), *ends])
+    asked = statements(f"({' & '.join(tests)}).reshape(())")
+    made, read = name_sizes(scope, outer_sizes(scope, [*asked, *steps], {*names}))
     functions = [
-        define(going, arguments, [], f"({' & '.join(tests)}).reshape(())"),
-        define(step, arguments, steps, f"{results},"),
+        *made,
+        define(going, arguments, read, ast.unparse(asked[0])),
+        define(step, arguments, [*read, *steps], f"{results},"),
     ]
+    functions = [_Carried(carried).visit(one) for one in functions]
     if once:
         starts = [*(f"torch.as_tensor({name}).{IN_ROWS}" for name in carried), *ends]
     else:
@@ -234,6 +240,11 @@ def _while_loop(
     text = scope.replace([spot.statement], [*first, *functions, *statements(call)])
     words = f"`{first_line(spot.statement)}` is a while_loop"
     return Candidate(text=add_import(text, "while_loop"), words=words) if text else None
+
+
+def _turns(statement: ast.stmt) -> bool:
+    """Whether its value may have other strides than the one before: a row that is written."""
+    return any(isinstance(node, ast.Attribute) and node.attr == "movedim" for node in ast.walk(statement))
 
 
 def _start(scope: Scope, spot: Spot, name: str) -> str:
@@ -265,6 +276,18 @@ def _is_literal_number(node: ast.expr) -> bool:
         return isinstance(ast.literal_eval(node), int | float)
     except ValueError:
         return ast.unparse(node) in ("float('inf')", "-float('inf')", "float('-inf')", "math.inf", "-math.inf")
+
+
+class _Carried(ast.NodeTransformer):
+    """`torch.full((), i)` of a number that the loop carries, which is a tensor in its steps, as that."""
+
+    def __init__(self, carried: Sequence[str]) -> None:
+        self.carried = set(carried)
+
+    def visit_Call(self, node: ast.Call) -> ast.AST:
+        self.generic_visit(node)
+        made = ast.unparse(node.func) == "torch.full" and len(node.args) == 2 and ast.unparse(node.args[0]) == "()"
+        return node.args[1] if made and self.carried & {*loaded_names(node.args[1])} else node
 
 
 class _AssignAnew(ast.NodeTransformer):

@@ -160,12 +160,31 @@ def scan(
         if len(names) > 1
         for one in statements(f"{one_or_all(names)} = {generic}")
     ]
+    made, read = name_sizes(scope, outer_sizes(scope, body, {*state, *sources}), _device(steps))
+    before, unpacked = [*before, *made], [*unpacked, *read]
     result = f"({one_or_all(back)}, {one_or_all(outs)})"
     function = define(name, ", ".join(arguments), [*unpacked, *body], result)
     left = [one if one in carries and one not in steps.rows else "_" for one in state]
     call = f"scan({name}, {one_or_all(first)}, {one_or_all(list(sources.values()))})"
     text = f"{one_or_all(left)}, {one_or_all(list(steps.lists) or ['_'])} = {call}"
     return [function, *before, *statements(text), *after]
+
+
+def outer_sizes(scope: Scope, body: list[ast.stmt], given: set[str]) -> list[str]:
+    """The sizes that a step reads as names from outside."""
+    own = {*stored_names(body), *given}
+    named = dict.fromkeys(name for name in loaded_names(body) if name not in own)
+    return [name for name in named if scope.depends_on(ast.Name(id=name, ctx=ast.Load())) == "size"]
+
+
+def name_sizes(scope: Scope, sizes: list[str], device: str = "") -> tuple[list[ast.stmt], list[ast.stmt]]:
+    """A tensor without elements that has these sizes, made before a loop, and their names again in its steps: torch
+    follows a number from outside where a step uses it once, and no more often."""
+    if not sizes:
+        return [], []
+    made = scope.fresh("sizes")
+    names, comma = ", ".join(sizes), "," if len(sizes) == 1 else ""
+    return statements(f"{made} = torch.zeros((0, {names}){device})"), statements(f"{names}{comma} = {made}.shape[1:]")
 
 
 def _over_all_rows(scope: Scope, steps: Steps) -> tuple[list[ast.stmt], dict[str, str]]:

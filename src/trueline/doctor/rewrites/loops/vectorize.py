@@ -39,6 +39,7 @@ from trueline.doctor.rewrites.scope import (
     Compound,
     Scope,
     Spot,
+    assignments,
     define,
     expression,
     first_line,
@@ -214,11 +215,21 @@ def _scan_steps(
 
 
 def _may_be_none(scope: Scope, steps: Steps) -> bool:
-    """Whether there may be no step at all; as many as something has that the function made may be none."""
+    """Whether there may be no step at all; as many as something has that the function made, or as it computes of a
+    size (`int(math.log(n))`), may be none."""
     match steps.length:
         case ast.Subscript(value=ast.Attribute(value=ast.Name(id=name), attr="shape")):
             return steps.may_be_none or name not in parameters(scope.function)
-    return steps.may_be_none
+        case ast.Name(id=name):
+            given = [value for one, value in assignments(scope.function) if one == name]
+        case other:
+            given = [other] if other is not None else []
+    return steps.may_be_none or any(_is_computed(value) for value in given)
+
+
+def _is_computed(value: ast.expr) -> bool:
+    called = ast.unparse(value.func) if isinstance(value, ast.Call) else ""
+    return isinstance(value, ast.BinOp) or called in ("int", "round", "min") or called.startswith("math.")
 
 
 def _chooses(scope: Scope, node: ast.AST, index: str | None) -> bool:
