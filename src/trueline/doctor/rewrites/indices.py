@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from trueline.doctor.rewrites.scope import Scope, expression, indices_of, loaded_names, tensor_of, value_of
+from trueline.doctor.rewrites.scope import Scope, expression, indices_of, loaded_names, statements, tensor_of, value_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,3 +140,41 @@ def size_of(scope: Scope, base: str, axis: int) -> int | None:
         return None
     left = [size for at, size in enumerate(held.shape) if at >= len(parts) or is_full(parts[at])]
     return left[axis] if axis < len(left) else None
+
+
+class OneRow(ast.NodeTransformer):
+    """What a loop reads and writes at its counter `index`: `x[:, t:t + 1]` as `x[:, t].unsqueeze(1)`, and
+    `out[:, t:t + 1] = row` as `out[:, t] = row.squeeze(1)`."""
+
+    def __init__(self, scope: Scope, index: str) -> None:
+        self.scope, self.index = scope, index
+
+    def visit_Subscript(self, node: ast.Subscript) -> ast.AST:
+        self.generic_visit(node)
+        found = self._find(node)
+        row = f"{ast.unparse(found[0])}.unsqueeze({found[1]})" if found and isinstance(node.ctx, ast.Load) else ""
+        return expression(row) if row else node
+
+    def visit_Assign(self, node: ast.Assign) -> ast.AST:
+        self.generic_visit(node)
+        found = self._find(node.targets[0]) if len(node.targets) == 1 else None
+        if found is None or self.scope.depends_on(node.value) != "tensor":
+            return node
+        return statements(f"{ast.unparse(found[0])} = ({ast.unparse(node.value)}).squeeze({found[1]})")[0]
+
+    def _find(self, node: ast.expr) -> tuple[ast.Subscript, int] | None:
+        """The same with the counter in place of the slice, and the dimension of that, where slices stand before it."""
+        parts = indices_of(node) if isinstance(node, ast.Subscript) else []
+        at = next((i for i, part in enumerate(parts) if isinstance(part, ast.Slice) and not is_full(part)), None)
+        if at is None or not all(isinstance(part, ast.Slice) for part in parts[:at]):
+            return None
+        assert isinstance(node, ast.Subscript)
+        match parts[at]:
+            case ast.Slice(lower=ast.expr() as low, upper=ast.expr() as high, step=None):
+                first, end = shift_of(low, self.index), shift_of(high, self.index)
+                if first is not None and end == first + 1:
+                    inside = ", ".join([*(ast.unparse(one) for one in [*parts[:at], low, *parts[at + 1 :]])])
+                    picked = expression(f"{ast.unparse(node.value)}[{inside}]")
+                    assert isinstance(picked, ast.Subscript)
+                    return picked, at
+        return None

@@ -12,6 +12,7 @@ from dataclasses import replace
 import torch
 
 from trueline.doctor.rewrites.appends import appended_by
+from trueline.doctor.rewrites.loops.recurrent_calls import call_functions
 from trueline.doctor.rewrites.loops.scan import IN_ROWS, add_import, name_sizes, outer_sizes
 from trueline.doctor.rewrites.predicate import predicate, without_numbers
 from trueline.doctor.rewrites.pure import has_effects, pure
@@ -219,12 +220,13 @@ def _while_loop(
     tests = [] if condition is None else [f"({ast.unparse(condition)})"]
     tests += [f"~{flag}"] if ends else []
     arguments = ", ".join(names)
-    steps = [_AssignAnew(scope).visit(one) for one in body]
+    weights, steps = call_functions(scope, [_AssignAnew(scope).visit(one) for one in body])
     turned = {name for one in steps if _turns(one) for name in stored_names(one)}
     results = ", ".join([*(f"{name}.{IN_ROWS}" if name in turned else name for name in carried), *ends])
     asked = statements(f"({' & '.join(tests)}).reshape(())")
     made, read = name_sizes(scope, outer_sizes(scope, [*asked, *steps], {*names}))
     functions = [
+        *weights,
         *made,
         define(going, arguments, read, ast.unparse(asked[0])),
         define(step, arguments, [*read, *steps], f"{results},"),

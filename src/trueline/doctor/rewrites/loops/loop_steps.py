@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from trueline.doctor.rewrites.appends import appended_by
-from trueline.doctor.rewrites.indices import is_full, is_whole, locate, shift_of, size_of
+from trueline.doctor.rewrites.indices import OneRow, is_full, is_whole, locate, shift_of, size_of
 from trueline.doctor.rewrites.loops.recurrences import Table, fill_again, like_row, tables, under_mask
 from trueline.doctor.rewrites.predicate import without_numbers
 from trueline.doctor.rewrites.pure import has_effects, pure
@@ -137,6 +137,9 @@ def split_loop(scope: Scope, loop: ast.For) -> Steps | None:
     steps = _steps_of_header(scope, loop.target, loop.iter)
     if steps is None or loop.orelse:
         return None
+    if steps.index is not None:
+        loop = copy.copy(loop)
+        loop.body = [OneRow(scope, steps.index).visit(copy.deepcopy(one)) for one in loop.body]
     loop, known = _with_tables(scope, steps, loop)
     rows = {table.row: row for table in known.values() if (row := like_row(scope, table)) is not None}
     scope = replace(scope, seen={**scope.seen, **rows})

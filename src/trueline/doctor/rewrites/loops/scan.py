@@ -12,6 +12,7 @@ import torch
 
 from trueline.doctor.rewrites.indices import shift_of, size_of
 from trueline.doctor.rewrites.loops.loop_steps import Steps, element_name
+from trueline.doctor.rewrites.loops.recurrent_calls import call_functions
 from trueline.doctor.rewrites.scope import (
     Scope,
     Spot,
@@ -132,7 +133,8 @@ def scan(
 ) -> list[ast.stmt]:
     """The loop as a scan. `in_rows` where a step returns other strides than it received; `idle` where there may be no
     step at all, with steps that change nothing."""
-    sources, body = sources_of(steps), body_of(scope, steps, idle=idle)
+    sources = sources_of(steps)
+    weights, body = call_functions(scope, body_of(scope, steps, idle=idle))
     state = carries or [scope.fresh("idle")]
     first = [_initial(scope, one, steps) for one in carries] or ["torch.zeros(())"]
     back = [one if one in stored_names(body) else f"{one}.clone()" for one in state]
@@ -161,7 +163,7 @@ def scan(
         for one in statements(f"{one_or_all(names)} = {generic}")
     ]
     made, read = name_sizes(scope, outer_sizes(scope, body, {*state, *sources}), _device(steps))
-    before, unpacked = [*before, *made], [*unpacked, *read]
+    before, unpacked = [*weights, *before, *made], [*unpacked, *read]
     result = f"({one_or_all(back)}, {one_or_all(outs)})"
     function = define(name, ", ".join(arguments), [*unpacked, *body], result)
     left = [one if one in carries and one not in steps.rows else "_" for one in state]
