@@ -173,7 +173,7 @@ class OneRow(ast.NodeTransformer):
             case ast.Slice(lower=ast.expr() as low, upper=ast.expr() as high, step=None):
                 first, end = shift_of(low, self.index), shift_of(high, self.index)
                 if first is not None and end == first + 1:
-                    inside = ", ".join([*(ast.unparse(one) for one in [*parts[:at], low, *parts[at + 1 :]])])
+                    inside = ", ".join(ast.unparse(one) for one in [*parts[:at], low, *parts[at + 1 :]])
                     picked = expression(f"{ast.unparse(node.value)}[{inside}]")
                     assert isinstance(picked, ast.Subscript)
                     return picked, at

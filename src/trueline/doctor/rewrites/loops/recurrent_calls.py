@@ -44,7 +44,7 @@ def _with_function(scope: Scope, statement: ast.stmt, weights: dict[str, str]) -
 
 
 def _function_of(module: object) -> str:
-    """Empty for another module."""
-    if isinstance(module, nn.RNN):
+    """Empty for another module, also one whose weights are computed of others (`torch.nn.utils.parametrize`)."""
+    if type(module) is nn.RNN:
         return f"rnn_{module.nonlinearity}"
     return {nn.GRU: "gru", nn.LSTM: "lstm"}.get(type(module), "")
